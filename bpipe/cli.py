@@ -13,15 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from bpipe import __version__
-from bpipe.config.flags.flag import Command
-from bpipe.config.flags.parser import Parser, options_of
+from bpipe.config.flags.flag import Command, Parser, options_of
 from bpipe.extras import require
 from bpipe.values import printable
 
-# Shells for which completion is written.
-SHELLS = ("bash", "zsh")
-# In place of a sub-command's name: the parsers of all are complete.
-ALL = "*"
 # Each is a module of that name in bpipe.commands, with underscores.
 COMMANDS = {
     "schedule": "generate or read a schedule, balance it, check it, and print or draw it",
@@ -34,7 +29,7 @@ COMMANDS = {
     "capture": "run a training script with stand-ins for launchers, and print what it would launch",
     "check-launch": "tell whether a launch is supported, guarded or refused, and why",
     "report": "compare a recorded run with its prediction",
-    "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
+    "compare": "compare two runs of one training: whether they compute the same, and how their times differ",
 }
 # Commands that need no package, or check the packages that they need.
 _PLAIN = ("schedule", "profile", "capture", "report", "compare")
@@ -76,9 +71,6 @@ def _run(arguments: Sequence[str]) -> int:
     parser, commands = parsers(arguments[0] if arguments else None)
     if not arguments:
         parser.print_help()
-        return 0
-    if arguments[0] == "--completion" and arguments[1:] and arguments[1] in SHELLS:
-        _print_completion(arguments[1])
         return 0
     try:
         if arguments[0] in commands:
@@ -135,19 +127,11 @@ def parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
         description="Generate pipeline schedules, predict their time and memory, and examine training runs.",
     )
     parser.add_argument("--version", action="version", version=f"bpipe {__version__}")
-    parser.add_argument("--completion", choices=SHELLS, help="print a script that completes this command in your shell")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     by_name: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
         description = f"{text[0].upper()}{text[1:]}."
         by_name[name] = commands.add_parser(name, help=text, description=description, add_help=False)
-        if called in (name, ALL):
+        if called == name:
             by_name[name].declare(command_of(name))
     return parser, by_name
-
-
-def _print_completion(shell: str) -> None:
-    require("completion", "bpipe --completion")
-    import shtab
-
-    print(shtab.complete(parsers(ALL)[0], shell))

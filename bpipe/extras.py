@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-bpipe"
 # The modules that each extra of pyproject.toml installs, and those without any that our commands need.
-MODULES = {"": ("numpy", "rich"), "completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
+MODULES = {"": ("numpy", "rich"), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
 
 
 def require(extra: str, for_what: str) -> None:

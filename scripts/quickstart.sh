@@ -9,7 +9,7 @@
 #
 # With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: correct, but slow, so it trains 10 iterations. Without
 # GPUs it runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: a log of each run, what each stage
-# measured, summary.json, and report.html, report.txt and trace.json of the balanced run. With --schedule or --slices, the results are
+# measured, and report.html, report.txt and trace.json of the balanced run. With --schedule or --slices, the results are
 # in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
@@ -140,19 +140,14 @@ train() {
 }
 
 say "two trainings: $ITERATIONS iterations, $STAGES stages, $MICROBATCHES micro-batches; logs: $RESULTS/*.log"
-rm -f "$RESULTS/summary.json"
 train plain "$PLAIN" "$@"
 repairs="$(grep -c '^bpipe: repaired in memory' "$RESULTS/plain.log" || true)"
 if ((repairs > 0)); then say "$repairs defects of Megatron repaired in memory (named in the log; docs/megatron.md)"; fi
 train balanced "$BALANCED" --bpipe "${SCHEDULE_ARGS[@]}" "$@"
 
 echo
-if ((${#SCHEDULE_ARGS[@]} > 0)); then
-    echo "A trained $PLAIN, B $BALANCED"
-    if ((LAYERS > STAGES)); then echo "2 virtual stages per rank: below, a stage is a rank, and a micro-batch one of one virtual stage"; fi
-fi
-bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --iterations "$ITERATIONS" --rows 0 \
-    --output "$RESULTS/summary.json"
+if ((${#SCHEDULE_ARGS[@]} > 0)); then echo "A trained $PLAIN, B $BALANCED"; fi
+bpipe compare "$RESULTS/plain" "$RESULTS/balanced"
 
 # --- The report of the balanced run -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ bpipe report "$RESULTS/balanced" --baseline "$RESULTS/plain" --html "$RESULTS/re
 
 # The answer once more at the end, where a terminal shows it: the fullest stage before and after.
 echo
-"$PYTHON" - "$RESULTS" "$ITERATIONS" "$CALLER" <<'PROGRAM'
+"$PYTHON" - "$RESULTS" "$CALLER" <<'PROGRAM'
 import json, sys
 from pathlib import Path
 
@@ -170,8 +165,9 @@ fullest = [
     max(json.loads(file.read_text())["peak_bytes"] for file in (folder / name).glob("rank_*.json")) / 2**20
     for name in ("plain", "balanced")
 ]
+iterations = len((folder / "balanced/iterations.jsonl").read_text().splitlines())
 page = folder / "report.html"
-if page.is_relative_to(sys.argv[3]):
-    page = page.relative_to(sys.argv[3])
-print(f"fullest stage {fullest[0]:.1f} -> {fullest[1]:.1f} MiB, {sys.argv[2]} iterations identical; open {page}")
+if page.is_relative_to(sys.argv[2]):
+    page = page.relative_to(sys.argv[2])
+print(f"fullest stage {fullest[0]:.1f} -> {fullest[1]:.1f} MiB, {iterations} iterations identical; open {page}")
 PROGRAM

@@ -2,14 +2,13 @@
 
 Usage: smoke_table.py FOLDER
 
-verdicts.tsv has a line per run (layout, run, verdict). If a run was compared, its folder also has its record and the
-JSON of `bpipe compare`, with the transport, what its fullest stage held, and its losses.
+verdicts.tsv has a line per run (layout, run, verdict). The records of runs that ended well have the transport, what
+each stage held, and the losses.
 """
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 MIB = 2**20
 IDENTICAL = "identical"
@@ -23,18 +22,20 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
 
 
 def _measured(folder: Path) -> tuple[str, str, str, str]:
+    """Return the transport, what the fullest stage held in the stock run and in this one, and the losses."""
+    stock = folder.with_name("stock")
     try:
-        summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
+        run = json.loads((folder / "run.json").read_text())
+        steps = list(map(json.loads, (folder / "iterations.jsonl").read_text().splitlines()))
+        peaks = [[json.loads(file.read_text()) for file in path.glob("rank_*.json")] for path in (stock, folder)]
     except FileNotFoundError:
         return ("-",) * 4
-    carried = sorted({link["transport"] for link in run["links"]})
-    # A loss that is not finite is text there.
-    loss = f"{float(summary['a']['first_loss']):.4f} to {float(summary['a']['last_loss']):.4f}"
-    return ", ".join(carried), _fullest(summary["a"]), _fullest(summary["b"]), loss
-
-
-def _fullest(run: dict[str, Any]) -> str:
-    return f"{max(stage['peak_bytes'] for stage in run['stages']) / MIB:.2f}"
+    if not all(peaks) or not steps:
+        return ("-",) * 4
+    carried = ", ".join(sorted({link["transport"] for link in run["links"]}))
+    stock_held, held = (f"{max(rank['peak_bytes'] for rank in ranks) / MIB:.2f}" for ranks in peaks)
+    first, last = (float.fromhex(steps[place]["lm loss"]) for place in (0, -1))
+    return carried, stock_held, held, f"{first:.4f} to {last:.4f}"
 
 
 def table(cells: list[tuple[str, ...]]) -> str:

@@ -11,8 +11,7 @@ from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import print_json, tell
 from bpipe.config.flags import outputs
 from bpipe.config.flags.flag import Options, Task, command, group
-from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
-from bpipe.config.launch.megatron_settings import read_log
+from bpipe.config.launch.megatron_command import read_command
 from bpipe.plan.calibrate import Calibration, Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
@@ -24,9 +23,9 @@ COMMAND = command(
     *CONFIGURED,
     group("output", outputs.OUTPUT, outputs.FORMAT),
     Task(
-        "compare a log with its prediction",
-        "bpipe calibrate train.log --cluster h100-80g:4x8 --output cluster.json",
-        "run_of cluster warm_up output",
+        "compare a log with the prediction of its launch",
+        "bpipe calibrate train.log --cluster h100-80g --launch launch.json --output cluster.json",
+        "run_of cluster launch warm_up output",
     ),
     Task(
         "describe the run by flags",
@@ -41,7 +40,8 @@ def run(options: Options) -> None:
         raise ValueError("give either a run's folder or log, or --measured SECONDS")
     # What is calibrated is the prediction as it stands.
     options.calibration = None
-    reading = _reading(options)
+    words = words_of(options)
+    reading = None if words is None else read_command(words)
     filled_options = filled(options, reading, ("pipeline", "global_batch"))
     setup, _ = budgeted(filled_options, setup_of(filled_options, cluster_of(filled_options, reading)))
     measured = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
@@ -55,22 +55,6 @@ def run(options: Options) -> None:
     tell(*lines(reading), *_text(setup, measured, calibration))
     if options.output is None:
         tell("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
-
-
-def _reading(options: Options) -> Reading | None:
-    """Return the given launch, or else that of the run's log, which also sets the vocabulary if no flag does."""
-    words = words_of(options)
-    reading = None if words is None else read_command(words)
-    if options.run_of is None or not Path(options.run_of).is_file():
-        return reading
-    try:
-        settings, vocabulary = read_log(Path(options.run_of).read_text(encoding="utf-8", errors="replace"))
-        logged = None if settings is None else read_settings(settings)
-    except ValueError as error:
-        raise ValueError(f"{options.run_of}: {error}") from None
-    if options.vocabulary is None and options.model is None:
-        options.vocabulary = vocabulary
-    return reading or logged
 
 
 def _text(setup: Setup, measured: Steady | None, calibration: Calibration) -> list[str]:

@@ -4,10 +4,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from bpipe.commands.terminal import print_json
 from bpipe.config.flags import outputs
-from bpipe.config.flags.flag import Flag, Options, Task, command, group
-from bpipe.config.flags.parser import REST
+from bpipe.config.flags.flag import REST, Flag, Options, Task, command, group
 from bpipe.config.flags.values import seconds
 from bpipe.config.launch.capture import capture, command_line, write_launches
 from bpipe.values import printable
@@ -17,7 +15,6 @@ COMMAND = command(
         "",
         Flag(REST, "", "after --: the command that starts the training", "COMMAND", default=(), count="*"),
         outputs.OUTPUT,
-        outputs.FORMAT,
         Flag("timeout", "--timeout", "seconds after which the script is ended", "S", seconds, default=60.0),
     ),
     Task(
@@ -50,8 +47,5 @@ def run(options: Options) -> int:
         print(f"{late}: further launches are not known; give more time with --timeout", file=sys.stderr)
     if options.output is not None:
         Path(options.output).write_text(write_launches(captured.launches), encoding="utf-8")
-    if options.format == "json":
-        print_json({"launches": captured.launches})
-    else:
-        print("\n".join(map(command_line, captured.launches)))
+    print("\n".join(map(command_line, captured.launches)))
     return 0

@@ -5,7 +5,7 @@ The exit status is 2 if it is refused.
 
 from bpipe.commands.launch import flags_of, judgement_of, words_of
 from bpipe.commands.terminal import print_json, table, tell
-from bpipe.config.features.feature import Feature, State
+from bpipe.config.features.table import Feature, State
 from bpipe.config.flags import configurations, outputs
 from bpipe.config.flags.flag import Options, Task, command, group
 

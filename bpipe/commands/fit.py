@@ -14,8 +14,7 @@ from bpipe.config.flags.configurations import MEASURED
 from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.values import positive
 from bpipe.config.launch.megatron_command import Reading, read_command
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import difference
+from bpipe.config.launch.megatron_flags import difference, megatron_flags
 from bpipe.plan.budget import ELSEWHERE, one_budget_a_rank, within_budget
 from bpipe.plan.candidates import cells, describe, legend
 from bpipe.plan.options import filled

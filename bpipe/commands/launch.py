@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.config.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
+from bpipe.config.flags.configurations import LAUNCHED, PREDICTED
 from bpipe.config.flags.flag import Flag, Group, Options
 from bpipe.config.launch.capture import read_launches
 from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command
-from bpipe.config.launch.megatron_names import unknown_flags, unknown_note, without
+from bpipe.config.launch.megatron_settings import unknown_flags, unknown_note, without
 from bpipe.config.launch.validation import Judgement, judge
 from bpipe.plan.calibrate import read_calibration
 from bpipe.plan.options import setup_of
@@ -25,10 +25,7 @@ from bpipe.predict.training import Traced
 from bpipe.values import printable
 
 # Flags that a launch may give: their defaults are filled in after it has been read.
-TRAINED = tuple(
-    group._replace(flags=tuple(replace(flag, default=None) for flag in group.flags))
-    for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
-)
+TRAINED = tuple(group._replace(flags=tuple(replace(flag, default=None) for flag in group.flags)) for group in PREDICTED)
 # One configuration, by flags or from a launch.
 CONFIGURED: tuple[Group, ...] = (*TRAINED, LAUNCHED)
 # More than the launches of any script.
@@ -69,7 +66,7 @@ def reading_of(options: Options, searched: Sequence[Flag] = ()) -> Reading | Non
     reading = _judged_reading(options)
     if reading is None or reading.refused is None:
         return reading
-    fields = {flag.field for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION) for flag in group.flags}
+    fields = {flag.field for group in PREDICTED for flag in group.flags}
     defaults = {flag.field: flag.default for flag in searched}
     fields_of_launches = fields.difference(_OF_NO_LAUNCH)
     if all(getattr(options, field, None) in (None, False, defaults.get(field)) for field in fields_of_launches):

@@ -14,13 +14,11 @@ from bpipe.commands.launch import REFUSES, TRAINED, cluster_of, launch_document,
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import Flags, print_json, progress_of, table, tell
 from bpipe.config.flags import outputs
-from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MEASURED, SEARCHED_FLAGS
 from bpipe.config.flags.flag import Options, Task, command, group
-from bpipe.config.flags.values import positive
+from bpipe.config.flags.values import MemoryBudget, positive
 from bpipe.config.launch.megatron_command import Reading
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import common_flags, difference
+from bpipe.config.launch.megatron_flags import common_flags, difference, megatron_flags
 from bpipe.plan.candidates import CLEARLY, EXPOSED, cells, document, is_level, legend
 from bpipe.plan.explain import (
     LAUNCH,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 COMMAND = command(
-    group("", outputs.FOLDER, outputs.BASELINE, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE),
-    Task("show what a run held and where it waited", "bpipe report runs/first", "folder iteration format"),
+    group("", outputs.FOLDER, outputs.BASELINE, outputs.FORMAT, outputs.HTML, outputs.TRACE),
+    Task("show what a run held and where it waited", "bpipe report runs/first", "folder format"),
     Task("write a page and a timeline", "bpipe report runs/first --html report.html --trace trace.json", "html trace"),
     Task(
         "set a balanced run next to the same training without balancing",
@@ -33,7 +33,7 @@ def run(options: Options) -> None:
     if held is not None and not has_iterations(options.folder):
         _shortage(options, held)
         return
-    report = report_of(options.folder, options.iteration, options.baseline)
+    report = report_of(options.folder, options.baseline)
     if options.html is not None:
         from bpipe.record.report.output.page import render, view
 
@@ -42,9 +42,9 @@ def run(options: Options) -> None:
     if options.trace is not None:
         from bpipe.record.report.output.trace import write_trace
 
-        Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
+        Path(options.trace).write_text(write_trace(report.measured), encoding="utf-8")
     if options.format == "json":
-        from bpipe.record.report.report import document
+        from bpipe.record.report.output.table import document
 
         print_json(document(report))
     else:
@@ -61,7 +61,7 @@ def _shortage(options: Options, held: Held) -> None:
     """Print what a run held that ended before it recorded an iteration, and what would have fitted."""
     from bpipe.record.report.shortage import text
 
-    given = [f"--{flag}" for flag in ("baseline", "html", "trace", "iteration") if getattr(options, flag) is not None]
+    given = [f"--{flag}" for flag in ("baseline", "html", "trace") if getattr(options, flag) is not None]
     given += ["--format json"] * (options.format == "json")
     if given:
         raise ValueError(f"{given[0]}: {options.folder} has no recorded iteration; only a table shows what was held")

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
-from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Options, Task, command, group
 from bpipe.config.flags.schedules import FORMATS
 from bpipe.config.flags.values import AUTO, unit_costs
-from bpipe.schedule.action import SHARDS, TRANSFER, Action, Kind
+from bpipe.schedule.action import TRANSFER, Kind
 from bpipe.schedule.families.families import FAMILIES, SUMMARIES, families_for_bounds
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import align
@@ -62,18 +61,6 @@ COMMAND = command(
     Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", "input align"),
 )
 
-_COLOURS = {
-    Kind.FORWARD: "34",
-    Kind.BACKWARD: "32",
-    Kind.BACKWARD_INPUT: "32",
-    Kind.BACKWARD_WEIGHT: "36",
-    **dict.fromkeys(SHARDS, "35;1"),
-    Kind.EVICT: "31",
-    Kind.HOST: "33",
-    Kind.RETURN: "33",
-    Kind.LOAD: "35",
-}
-
 
 def run(options: Options) -> None:
     """Generate or read a schedule and write it. Without flags that name one, list the families."""
@@ -88,7 +75,7 @@ def run(options: Options) -> None:
     if options.balance == BALANCES[0] and unused:
         raise ValueError(f"{unused} says how to balance: give --balance bpipe, too, or leave it out")
     schedule = _generated(options) if options.input is None else _imported(options)
-    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
+    content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and sys.stdout.isatty())
     if output is not None:
         output.write_bytes(content)
         return
@@ -164,12 +151,8 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
 
         return render_svg(lay_out(schedule)).encode()
     width = shutil.get_terminal_size().columns if to_terminal else None
-    grid = write_grid(schedule, width, _paint if to_terminal and has_colours() else None)
-    return (grid + _remarks(schedule, given) + (_legend(schedule) if to_terminal else "")).encode()
-
-
-def _paint(text: str, action: Action | None) -> str:
-    return text if action is None else f"\x1b[{_COLOURS.get(action.kind, '0')}m{text}\x1b[0m"
+    legend = _legend(schedule) if to_terminal else ""
+    return (write_grid(schedule, width) + _remarks(schedule, given) + legend).encode()
 
 
 def _remarks(schedule: Schedule, given: Times) -> str:

@@ -34,27 +34,17 @@ _LINE_EVERY_S = 5
 Progress = Callable[[str, int, int], None]
 
 
-def is_terminal() -> bool:
-    """Whether standard output is a terminal."""
-    return sys.stdout.isatty()
-
-
-def has_colours(stream: TextIO | None = None) -> bool:
-    """Whether the stream, by default standard output, is a terminal with colours that nothing forbids."""
-    is_allowed = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    return is_allowed and (stream or sys.stdout).isatty()
-
-
 def _console(stream: TextIO) -> Console:
     from rich.console import Console
 
     is_tty = stream.isatty()
+    has_colours = is_tty and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return Console(
         file=stream,
         width=None if is_tty else WIDTH,
         force_terminal=is_tty,
         force_jupyter=False,
-        color_system="auto" if has_colours(stream) else None,
+        color_system="auto" if has_colours else None,
         highlight=False,
         markup=False,
         emoji=False,

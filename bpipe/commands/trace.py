@@ -19,7 +19,7 @@ from bpipe.config.flags import outputs, schedules
 from bpipe.config.flags.flag import Flag, Options, Task, command, group
 from bpipe.config.launch.megatron_command import Reading, read_command, split_command
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.megatron_names import unknown_flags
+from bpipe.config.launch.megatron_settings import unknown_flags
 from bpipe.extras import require
 from bpipe.plan.options import filled, routing_of, setup_of
 from bpipe.predict.activations import stage_bytes

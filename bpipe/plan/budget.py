@@ -25,7 +25,7 @@ from bpipe.balance.deadlines import Windows
 from bpipe.balance.pairs import allocated_bytes, buffer_bytes, choose_partners, moved_bytes, pairs_of
 from bpipe.balance.pool import balance_over_hosts, fewest_sent
 from bpipe.build import build
-from bpipe.config.flags.budgets import MINIMUM_BYTES, budget_text
+from bpipe.config.flags.values import MINIMUM_BYTES, budget_text
 from bpipe.plan.predict import costs_of
 from bpipe.predict.activations import parts_of, sizes_of
 from bpipe.predict.exchanges import rank_nodes

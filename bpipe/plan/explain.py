@@ -10,8 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from bpipe.config.launch.megatron_command import Reading
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import chosen_flags, difference
+from bpipe.config.launch.megatron_flags import chosen_flags, difference, megatron_flags
 from bpipe.plan.candidates import CLEARLY, describe, grid_of, is_level
 from bpipe.plan.predict import Candidate
 from bpipe.plan.refusals import Others, guarded, runs_ours

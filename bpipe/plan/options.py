@@ -8,13 +8,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
+from bpipe.config.flags.configurations import DEFAULTS, PREDICTED, SIZES, SWITCHED
 from bpipe.config.flags.flag import Options
 from bpipe.config.flags.schedules import schedule_fields
 from bpipe.config.flags.values import TIME
 from bpipe.config.launch.megatron_command import Reading, read_settings, split_command
-from bpipe.config.launch.megatron_names import OF_A_CPU
-from bpipe.config.launch.megatron_settings import MegatronSettings
+from bpipe.config.launch.megatron_settings import OF_A_CPU, MegatronSettings
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.costs import lengths_of_equal_seconds
 from bpipe.predict.hugging_face import find_model
@@ -28,19 +27,6 @@ from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.layout import EVEN
 from bpipe.schedule.program import Exchange
 
-# Fields of a Model that switches set, with the values that they set.
-MODEL_SWITCHES = {
-    "swiglu": ("gated", True),
-    "rms_norm": ("rms_norm", True),
-    "disable_bias_linear": ("linear_bias", False),
-    "squared_relu": ("squared_relu", True),
-    "add_qkv_bias": ("qkv_bias", True),
-    "qk_layernorm": ("qk_norm", True),
-    "rotary": ("learned_positions", False),
-    "untie_embeddings_and_output_weights": ("tied_embedding", False),
-    "no_dropout": ("dropout", False),
-    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
-}
 _SIZES = tuple(flag.field for flag in SIZES)
 _SETUP_FIELDS = {field.name for field in fields(Setup)}
 # Fields of a Model that only a launch can set.
@@ -53,11 +39,7 @@ ROUTING = {
     "capacity_factor": "capacity",
 }
 # Every field of a configuration with its value when unset.
-_UNSET = {
-    flag.field: False if flag.is_switch else None
-    for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
-    for flag in group.flags
-}
+_UNSET = {flag.field: False if flag.is_switch else None for group in PREDICTED for flag in group.flags}
 
 
 def model_of(options: Options) -> Model:
@@ -68,7 +50,7 @@ def model_of(options: Options) -> Model:
         if getattr(options, name) is not None
     }
     changes |= {name: getattr(options, name) for name in PARTS if getattr(options, name, None) is not None}
-    changes |= {field: value for name, (field, value) in MODEL_SWITCHES.items() if getattr(options, name)}
+    changes |= {field: value for name, (field, value) in SWITCHED.items() if getattr(options, name)}
     if options.model is not None:
         return replace(find_model(options.model), **changes)
     needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")
@@ -148,7 +130,7 @@ def _fewest_chunks(override: object, launched: object, chunks: int) -> int:
 
 
 def _name(field: str) -> str:
-    return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
+    return next(flag.name for group in PREDICTED for flag in group.flags if flag.field == field)
 
 
 def routing_of(options: Options) -> Routing:

@@ -7,7 +7,6 @@ with `--bpipe`.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.config.features.feature import Feature, Settings, State
 from bpipe.config.features.queries import (
     asked_by,
     by_state,
@@ -17,7 +16,7 @@ from bpipe.config.features.queries import (
     settings_of,
     sliced_reasons,
 )
-from bpipe.config.features.table import PLACED, SHARDED, SLICED
+from bpipe.config.features.table import PLACED, SHARDED, SLICED, Feature, Settings, State
 from bpipe.config.launch.megatron_command import Reading
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order

@@ -8,15 +8,17 @@
     DIR/failure.json          FirstFailure: the rank of a failed run that failed first, and why
 
 A field whose type has a rule, its own (`Annotated[int, Rule(...)]`) or that of `rule_of`, is a key of the same name that
-`write` writes and `read` reads. A key without a default is required; of the others null and absence mean the default. A
+`append` and `write_whole` write and `read` reads. A key without a default is required; of the others null and absence mean the default. A
 field without a rule is no key. A column of the rows is a field of `Row`. To add one, add it here and where it is filled. Keys are
 added and never renamed; later ones have a default, so that older records can still be read. `run` is the same name in
 all files of a run.
 
 A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor parallelism there are several pipelines.
-Times of a row are seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
+Times of a row are seconds from its iteration's `begin_s`, which is unix time on rank 0's clock. A line is written at once,
+so that a killed run leaves whole ones; a file of one value is written whole or not at all.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -570,3 +572,44 @@ class Run:
     notes: tuple[str, ...]  # what is missing
     graph_pool_bytes: int | None = None  # of the rank whose CUDA graph has most
     verified: Verified | None = None
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """Write a file of one value."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_keys(value), indent=1) + "\n")
+    partial.replace(path)
+
+
+def begin(path: Path, *values: Any) -> None:
+    """Begin a file with these lines, and replace what another run left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(map(_line, values)))
+
+
+def append(path: Path, *values: Any) -> None:
+    """Append lines to a file."""
+    with path.open("a") as file:
+        file.write("".join(map(_line, values)))
+
+
+def _line(value: Any) -> str:
+    # The long ones, of which there are many, have no spaces.
+    separators = (",", ":") if isinstance(value, Iteration | MemoryMark) else None
+    return json.dumps(_keys(value), separators=separators) + "\n"
+
+
+def _keys(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
+    keys |= written(value)
+    if isinstance(value, Iteration):
+        keys["columns"] = [column.name for column in COLUMNS]
+        keys["actions"] = [
+            [None if cell is None else column.rule.write(cell) for column, cell in zip(COLUMNS, row, strict=True)]
+            for row in value.rows
+        ]
+    if isinstance(value, TrainingStep):
+        exact = {name: None if number is None else number.hex() for name, number in value.numbers.items()}
+        keys = {"iteration": keys.pop("iteration"), **exact, **keys}
+    return keys

@@ -1,18 +1,17 @@
 """Read the folder of a recorded run.
 
 Whatever a killed run may leave is accepted and noted: a torn last line, ranks without a file, no run.json. Whatever
-cannot be of one run is refused, and so is a value that no run can have: of another type, a negative duration, more
-FLOPs than the devices can do. Unknown keys and columns are ignored: later versions add some.
+cannot be of one run is refused, and so is a value that no run can have: of another type, a negative
+duration. Unknown keys and columns are ignored: later versions add some.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bpipe.build import ScheduleConfig
-from bpipe.predict.flops import mfu
 from bpipe.record import format as form
 from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, Held, RankRecord, Run, RunInfo, keys_of, read_keys, values_of
 from bpipe.values import a_list, a_text, load_json, printable
@@ -88,21 +87,6 @@ def _described(program: ScheduleConfig) -> str:
     )
 
 
-def _check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
-    """Raise ValueError if a device exceeds its peak: then one of the numbers is wrong."""
-    flops, peak_flops, world_size = info.flops_per_iteration, info.peak_flops, info.world_size
-    if flops is None or peak_flops is None or world_size is None or not step_s:
-        return
-    iteration, elapsed_s = min(step_s.items(), key=lambda step: step[1])
-    reached = mfu(flops, elapsed_s, world_size, peak_flops) if elapsed_s > 0 else 2.0
-    if reached > 1:
-        raise ValueError(
-            f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: {flops:g} FLOPs in {elapsed_s} s "
-            f"on {world_size} devices of {peak_flops:g} FLOP/s ({info.peak_source or 'source not given'}). Correct "
-            "peak_flops there, or set it to null"
-        )
-
-
 def read_run(folder: str | Path) -> Run:
     """Read everything that a run recorded of its iterations. Raises ValueError if it is not the record of one run."""
     path = Path(folder)
@@ -131,7 +115,6 @@ def read_run(folder: str | Path) -> Run:
         notes.append(f"no record of rank{'s' * (len(absent) > 1)} {listed} (of {info.world_size})")
     steps = read_steps(path / form.STEPS, notes) if (path / form.STEPS).exists() else ()
     step_s = {step.iteration: step.elapsed_s for step in steps if step.elapsed_s is not None}
-    _check_speed(path / form.RUN, info, step_s)
     files = form.SUMMARY.files(path)
     summaries = [read_value(file, form.RankSummary, "the file", "the measurements of a rank") for file in files]
     summaries = [summary for summary in summaries if summary.run == ranks[0].run]

@@ -14,9 +14,20 @@ import torch.distributed as dist
 
 from bpipe.build import ScheduleConfig
 from bpipe.predict.cluster import DEVICES
-from bpipe.record.format import FAILURE, RECORD, RUN, SUMMARY, Iteration, LinkSpeed, RankHeader, RankSummary, RunInfo
+from bpipe.record.format import (
+    FAILURE,
+    RECORD,
+    RUN,
+    SUMMARY,
+    Iteration,
+    LinkSpeed,
+    RankHeader,
+    RankSummary,
+    RunInfo,
+    append,
+    write_whole,
+)
 from bpipe.record.report.memory import own_peak, peak_of_rule
-from bpipe.record.write import append, write_whole
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes, buffer_bytes
-from bpipe.config.flags.budgets import read_gib
+from bpipe.config.flags.values import read_gib
 from bpipe.plan.budget import Devices, Fit, OverBudget, one_budget_a_rank, within
 from bpipe.predict.memory import DeviceBesides
 from bpipe.runtime.capture import Claims, find

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.build import ScheduleConfig
-from bpipe.record.format import STEPS, RunInfo, TrainingStep
-from bpipe.record.write import append, begin
+from bpipe.record.format import STEPS, RunInfo, TrainingStep, append, begin
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter

@@ -46,7 +46,7 @@ def refuse_packed_batches(args: Any) -> None:
     Megatron joins the rows of a micro-batch to one before the first layer, but its stages receive several rows: the same
     number of elements in another order.
     """
-    from bpipe.config.features.feature import Settings
+    from bpipe.config.features.table import Settings
 
     settings = Settings(args)
     rows = max(settings.micro_batch_size or 1, settings.eval_micro_batch_size or 1)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from bpipe.build import build
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
 from bpipe.predict.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.runtime.meter import largest_by

@@ -78,7 +78,7 @@ def h200_table() -> str:
     model = llama("llama", 8, 4096, 32, 32, 10880, 32768, 4096)
     changes = {"sequence": 4096, "precision": "bf16", "sequence_parallel": False}
     setup = setup_of(model, "h200-141g:1x4", 1, 4, 1, 16, "none", **changes)
-    plain, balanced = (report_of(DATA / "h200" / name).comparison.stages for name in ("plain", "balanced"))
+    plain, balanced = (report_of(DATA / "h200" / name).stages for name in ("plain", "balanced"))
     # A balanced rank's activations include those that it hosts.
     with_hosted = [
         rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(replace(setup, balance=EVENLY))

@@ -105,7 +105,7 @@ def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_byt
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= slack_bytes, f"rank {report['rank']}"
         assert report["predicted_bytes"] > 0
     if not slack_bytes:
-        run = report_of(outcome.report_folder(case)).comparison
+        run = report_of(outcome.report_folder(case))
         assert [stage.measured_bytes for stage in run.stages] == [stage.predicted_bytes for stage in run.stages]
     assert any(report["evictions"] for report in reports) is moves, "something moved that should not, or nothing did"
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.cli import main
 from bpipe.plan.budget import Devices, budget_text, within
 from tests.gloo.compare import as_predicted, devices_of, same
 from tests.gloo.conftest import Case, Outcome
@@ -93,13 +92,3 @@ def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> No
         assert max(need_bytes) <= float(least(hosts)) * 2**30 + INPUT_BYTES
         fullest[hosts] = max(need_bytes)
     assert fullest["pool"] < 0.97 * fullest["pair"]
-
-
-def test_the_report_says_who_hosts_for_whom(four: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(four.report_folder("to_several"))]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Stage 2 hosts 2 of 8 micro-batches of stage 0 in 1 host buffer of " in text
-    assert "Stage 3 hosts 5 of 8 micro-batches of stage 0 in 2 host buffers of " in text
-    assert main(["report", str(four.report_folder("to_one"))]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "in all, including those for other stages" in text

@@ -57,8 +57,8 @@ def test_a_full_disk_ends_no_training(four: Outcome) -> None:
         # Such a device is endless when it is read.
         (four.folder / f"full/record_{rank:05d}.jsonl").unlink()
     report = report_of(four.report_folder("full"))
-    assert [record.rank for record in report.comparison.measured.run.ranks if record.iterations] == [0, 3]
-    assert "no record of ranks 1, 2 (of 4)" in report.comparison.measured.notes
+    assert [record.rank for record in report.measured.run.ranks if record.iterations] == [0, 3]
+    assert "no record of ranks 1, 2 (of 4)" in report.measured.notes
 
 
 def test_a_folder_that_vanishes_ends_no_training(four: Outcome) -> None:
@@ -106,5 +106,5 @@ def test_one_stage_says_so_and_is_recorded(run_cases: Callable[..., Outcome]) ->
         assert (row["peak_microbatches"], row["evictions"]) == (1, 0)
         assert row["peak_bytes"] == row["predicted_bytes"] > 0
     report = report_of(outcome.report_folder("asked"))
-    assert report.comparison.measured.schedule.num_ranks == 1
+    assert report.measured.schedule.num_ranks == 1
     assert "With 1 stage and 4 micro-batches there was nothing to balance." in table(report)

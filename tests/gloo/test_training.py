@@ -100,7 +100,7 @@ def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) ->
 
 @pytest.mark.parametrize(("case", "synchronous"), [("m8_gloo", False), ("m8_gloo_synchronous", True)])
 def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case: str, synchronous: bool) -> None:
-    comparison = report_of(four.report_folder(case)).comparison
+    comparison = report_of(four.report_folder(case))
     assert comparison.measured.run.info.synchronous is synchronous
     assert (comparison.stages[0].predicted_exposed_s > 0) or not synchronous
 
@@ -225,7 +225,7 @@ def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) ->
     fractions = [report["moved_fraction"] for report in four.reports("m8_gloo")]
     assert [None if share is None else round(share, 2) for share in fractions] == [fraction, None, None, None]
     assert [report["moved_fraction"] for report in four.reports("m8_measured")] == [None] * 4
-    assert report_of(four.report_folder("m8_gloo")).comparison.stages[0].moved_fraction == fractions[0]
+    assert report_of(four.report_folder("m8_gloo")).stages[0].moved_fraction == fractions[0]
     assert "moves 0.00" not in "".join(four.logs)
 
 
@@ -247,7 +247,7 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
     for report, plain in zip(reports, unbalanced, strict=True):
         assert report["peak_microbatches"] == report["predicted_microbatches"] == plain["peak_microbatches"]
         assert report["peak_bytes"] == report["predicted_bytes"] == plain["peak_bytes"]
-    rows = report_of(four.report_folder(case)).comparison.stages
+    rows = report_of(four.report_folder(case)).stages
     assert [(row.measured_microbatches, row.predicted_microbatches, row.evictions) for row in rows] == [
         (4, 4, 0),
         (3, 3, 0),

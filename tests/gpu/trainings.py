@@ -329,7 +329,7 @@ class Launch:
         from bpipe.record.report.report import report_of
 
         for name in ("stock", "peer"):
-            stages = report_of(self.folder / f"report-{name}").comparison.stages
+            stages = report_of(self.folder / f"report-{name}").stages
             off = [(stage.measured_bytes or 0) - (stage.predicted_bytes or 0) for stage in stages]
             text = " ".join(f"{(stage.measured_bytes or 0) / 2**20:.1f}" for stage in stages)
             result.check(f"{name}: activations, MiB", not any(off), f"{text}; off by {off} B")

@@ -114,7 +114,7 @@ def trained(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("schedule", FLAGS)
 def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Path, environment: Path) -> None:
-    """The same flags but for what names the schedule, and the table."""
+    """The same flags but for what names the schedule."""
     ended = quickstart(tmp_path, environment, "--schedule", schedule, "--lr", "1e-3")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     folder = tmp_path / "runs" / schedule
@@ -127,19 +127,15 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     assert balanced == [*plain[:-2], "--bpipe", "--bpipe-schedule", schedule, *plain[-2:]]
     assert plain[plain.index("--hidden-dropout") + 1] == plain[plain.index("--attention-dropout") + 1] == "0"
     first, last = held(schedule)
-    (row,) = (line.split() for line in ended.stdout.splitlines() if line.startswith("    0 "))
-    assert (row[1], row[5], row[-1]) == (str(first[0][0]), str(last[0][0]), str(last[0][1]))
     assert f"A trained with Megatron's own schedule, B with {schedule} and --bpipe\n" in ended.stdout
-    assert ("2 virtual stages per rank" in ended.stdout) == bool(FLAGS[schedule])
     assert "identical: all numbers of" in ended.stdout
     peaks = " -> ".join(f"{max(peak for peak, _ in run):.1f}" for run in (first, last))
     verdict = f"fullest stage {peaks} MiB, {20 if FLAGS[schedule] else 40} iterations identical"
     assert ended.stdout.endswith(f"to the last bit\n\n{verdict}; open {folder}/report.html\n")
     assert (folder / "report.txt").read_text() == f"the report of {folder}/balanced --baseline {folder}/plain\n"
-    assert json.loads((folder / "summary.json").read_text())["equal"] is True
 
 
-def test_without_one_it_is_the_table_of_the_readme(tmp_path: Path, environment: Path) -> None:
+def test_without_one_it_is_1f1b(tmp_path: Path, environment: Path) -> None:
     ended = quickstart(tmp_path, environment)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     folder = tmp_path / "runs"

@@ -6,7 +6,7 @@ What Megatron says is tested in tests/unit/config/launch/test_validation.py.
 import pytest
 
 from bpipe.commands import launch
-from bpipe.config.launch.megatron_names import unknown_flags
+from bpipe.config.launch.megatron_settings import unknown_flags
 from bpipe.config.launch.validation import Judgement
 
 

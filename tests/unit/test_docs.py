@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
-from bpipe.config.features.feature import State
-from bpipe.config.features.table import FEATURES
+from bpipe.config.features.table import FEATURES, State
 from bpipe.schedule.families.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from bpipe.config.features.feature import Feature, Settings, State
-from bpipe.config.features.table import FEATURES, SLICED
-from bpipe.config.flags.launches import SWITCHED_OFF, argument_of
+from bpipe.config.features.table import FEATURES, SLICED, Feature, Settings, State
+from bpipe.config.flags.trainer import SWITCHED_OFF, argument_of
 
 # Megatron's defaults that the table asks for.
 _DEFAULTS = {

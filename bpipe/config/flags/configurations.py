@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags import schedules, values
-from bpipe.config.flags.budgets import MINIMUM_BYTES, read_budget
-from bpipe.config.flags.flag import Flag, InLaunch, Read, group, number
-from bpipe.config.flags.parser import REST
+from bpipe.config.flags.flag import REST, Flag, InLaunch, Read, group, number
+from bpipe.config.flags.values import MINIMUM_BYTES, read_budget
 from bpipe.predict import training
 from bpipe.predict.cluster import DEVICES, RACKS
 from bpipe.predict.layer_variants import DISPATCHERS
@@ -72,6 +71,19 @@ SIZES = (
         launched=values.counted,
     ),
 )
+# Switches of a model, with the field of a `Model` that each sets, and the value.
+SWITCHED = {
+    "swiglu": ("gated", True),
+    "rms_norm": ("rms_norm", True),
+    "squared_relu": ("squared_relu", True),
+    "disable_bias_linear": ("linear_bias", False),
+    "add_qkv_bias": ("qkv_bias", True),
+    "qk_layernorm": ("qk_norm", True),
+    "rotary": ("learned_positions", False),
+    "untie_embeddings_and_output_weights": ("tied_embedding", False),
+    "no_dropout": ("dropout", False),
+    "mtp_use_repeated_layer": ("mtp_use_repeated_layer", True),
+}
 MODEL_SWITCHES = (
     _switch("swiglu", "the MLP uses SwiGLU"),
     _switch("rms_norm", "norms have a weight and no bias, as in RMSNorm", megatrons=False),
@@ -364,6 +376,8 @@ CONFIGURATION = group(
     schedules.VOCABULARY_INPUT,
     NO_SEQUENCE_PARALLEL,
 )
+# Groups that describe what is predicted, which a launch may give.
+PREDICTED = (MODEL, TRAINING, EXPERTS, CONFIGURATION)
 LAUNCHED = group(
     "from a Megatron launch",
     Flag(
@@ -394,12 +408,7 @@ MEASURED = group("measurements", CALIBRATION, PROFILE)
 
 # Defaults of predictions.
 DEFAULTS: dict[str, object] = {
-    **{
-        flag.field: flag.default
-        for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
-        for flag in group.flags
-        if flag.default is not None
-    },
+    **{flag.field: flag.default for group in PREDICTED for flag in group.flags if flag.default is not None},
     "chunks": 1,
     "hosts": PAIR,
     "min_bytes": MINIMUM_BYTES,

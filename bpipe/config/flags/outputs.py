@@ -13,7 +13,7 @@ FORMAT = Flag("format", "--format", "output format (default table)", default="ta
 OUTPUT = Flag(
     "output",
     "--output",
-    "write the result to this file: a schedule, launches, a profile, a calibration or a comparison",
+    "write the result to this file: a schedule, launches, a profile or a calibration",
     "FILE",
 )
 HTML = Flag("html", "--html", "write a self-contained HTML page", "FILE")
@@ -55,9 +55,6 @@ BASELINE = Flag(
     "are identical",
     "DIR",
 )
-ITERATION = Flag(
-    "iteration", "--iteration", "show only this iteration (default: all that are recorded, with median times)", "N", int
-)
 
 ONE_RUN = Flag("a", "", "first run: its --bpipe-report folder, the iterations.jsonl in it, or its log", "A")
 OTHER_RUN = Flag("b", "", "second run, given in the same way", "B")
@@ -70,8 +67,6 @@ TOLERANCE = Flag(
     default=0.0,
 )
 COMMON = Flag("common", "--common", "compare only the iterations that both runs have, as after a restart")
-BALANCING = Flag("balancing", "--balancing", "require that A ran without balancing and B with it")
-ITERATIONS = number("iterations", "--iterations", "require the iterations 1 to N, and no others")
 
 TIMED_LAYERS = number(
     "timed_layers",

@@ -1,8 +1,7 @@
 """Read a Megatron launch as this package's own options.
 
-`config.flags.launches.READ` lists the flags that are read. `megatron_names` lists those that are refused, because they would
-change the result and are not modelled, and those without influence. Any other flag is listed as not considered. Imports
-no Megatron; a test holds the tables to the parser of the installed one.
+`config.flags.trainer.READ` lists the flags that are read. `megatron_settings` lists those that are refused, because they
+would change the result and are not modelled, and those without influence. Any other flag is listed as not considered.
 """
 
 from collections.abc import Sequence
@@ -12,21 +11,29 @@ from typing import Any
 from bpipe.balance.config import BALANCES
 from bpipe.config.flags.configurations import MODEL_SWITCHES
 from bpipe.config.flags.flag import Options
-from bpipe.config.flags.launches import SAME
 from bpipe.config.flags.schedules import ORDER
+from bpipe.config.flags.trainer import SAME
 from bpipe.config.flags.values import AUTO
-from bpipe.config.launch.layer_flags import hybrid_of_flags, layers_of, parts_of_flags, settle_pattern
-from bpipe.config.launch.layer_split import CHUNKS, LAYERS_OF_A_CHUNK, LAYOUT, further_stage, given
-from bpipe.config.launch.megatron_names import (
+from bpipe.config.launch.layer_flags import (
+    CHUNKS,
+    LAYERS_OF_A_CHUNK,
+    LAYOUT,
+    further_stage,
+    given,
+    hybrid_of_flags,
+    layers_of,
+    parts_of_flags,
+    settle_pattern,
+)
+from bpipe.config.launch.megatron_settings import (
     GRAPHS,
-    PREDICTED_WITHOUT,
     REFUSED,
+    MegatronSettings,
     is_without_influence,
     refused_for,
     unknown_flags,
     unknown_note,
 )
-from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.predict.recompute import MODULES, Recompute
 from bpipe.predict.training import (
     CP_COMM_TYPES,
@@ -104,7 +111,7 @@ def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Re
     """Read the settings of a training.
 
     Args:
-        settings: from flags, parsed arguments or a log.
+        settings: from flags or parsed arguments.
         unknown: flags that Megatron's parser does not have.
 
     Returns:
@@ -128,9 +135,7 @@ def read_settings(settings: MegatronSettings, unknown: Sequence[str] = ()) -> Re
         options.setdefault("vocabulary", vocabulary)
     options["recompute"], unmodelled = _recomputation(args, notes)
     names = sorted({flag for flag, _ in others})
-    notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in names if flag in PREDICTED_WITHOUT]
-    covered = (*REFUSED, *PREDICTED_WITHOUT)
-    not_considered = tuple(flag for flag in names if flag not in covered and not is_without_influence(flag))
+    not_considered = tuple(flag for flag in names if flag not in REFUSED and not is_without_influence(flag))
     notes += [unknown_note(unknown)] if unknown else []
     return Reading(options, unmodelled, not_considered, tuple(notes), others=others)
 

@@ -1,20 +1,38 @@
 """Write a configuration as flags of Megatron 0.19 and of this project.
 
-The size of the vocabulary is for a tokenizer that has none. Data, learning rate and iterations are left to the user.
+The size of the vocabulary is for a tokenizer that has none. Data, learning rate and iterations are left to the user. A
+row of a plan is launched by changes of a launch, or by the flags in `CHOSEN`; all others are the same in every row.
 Imports no Megatron; a test holds the flags to the real parser.
 """
 
 import math
-from dataclasses import asdict
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import NamedTuple
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.config.flags.budgets import budget_text
-from bpipe.config.flags.launches import words
-from bpipe.config.launch.layer_flags import flags_of_hybrid, flags_of_parts
-from bpipe.config.launch.layer_split import split_flags
+from bpipe.config.flags.configurations import SWITCHED
+from bpipe.config.flags.trainer import READ, SAME, words
+from bpipe.config.flags.values import budget_text
+from bpipe.config.launch.layer_flags import (
+    CHUNKS,
+    COUNT_EMBEDDING,
+    COUNT_LOSS,
+    FIRST,
+    LAST,
+    LAYERS_OF_A_CHUNK,
+    LAYOUT,
+    OLD_PATTERN,
+    PATTERN,
+    flags_of_hybrid,
+    flags_of_parts,
+    split_flags,
+)
+from bpipe.config.launch.megatron_command import Reading
 from bpipe.predict.layout import Setup
 from bpipe.predict.recompute import Recompute
-from bpipe.predict.training import CUDA_GRAPHS, SWITCHES, StateTypes
+from bpipe.predict.training import CUDA_GRAPHS, SWITCHES, StateTypes, flag_of
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.families.family import TAKEN
 from bpipe.schedule.hosts import PAIR
@@ -47,14 +65,8 @@ def _model(setup: Setup) -> list[str]:
             "max_position_embeddings": setup.sequence,
             "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
             "position_embedding_type": "learned_absolute" if model.learned_positions else position,
-            "swiglu": model.gated,
-            "squared_relu": model.squared_relu,
-            "disable_bias_linear": not model.linear_bias,
-            "add_qkv_bias": model.qkv_bias,
-            "qk_layernorm": model.qk_norm,
-            "untie_embeddings_and_output_weights": not model.tied_embedding,
             "mtp_num_layers": model.mtp_num_layers,
-            "mtp_use_repeated_layer": model.mtp_use_repeated_layer,
+            **{name: getattr(model, field) is value for name, (field, value) in SWITCHED.items() if name in SAME},
             "attention_dropout": dropout,
             "hidden_dropout": dropout,
         }
@@ -152,3 +164,115 @@ def _recompute_flags(recompute: Recompute) -> list[str]:
         if recompute.modules
         else []
     )
+
+
+_SPLIT = (LAYERS_OF_A_CHUNK, CHUNKS, LAYOUT, FIRST, LAST, PATTERN, OLD_PATTERN, COUNT_EMBEDDING, COUNT_LOSS)
+_RECOMPUTED = (
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules"),
+    "--recompute-activations",
+)
+# A row without these leaves the launch's own: they are the user's as well.
+_KEPT = ("--bpipe-min-bytes", "--bpipe-differing-sizes", "--make-vocab-size-divisible-by")
+CHOSEN = frozenset(
+    (
+        *("--tensor-model-parallel-size", "--context-parallel-size", "--cp-comm-type", "--micro-batch-size"),
+        *("--pipeline-model-parallel-size", "--sequence-parallel", "--expert-model-parallel-size"),
+        *(
+            "--expert-tensor-parallel-size",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+            "--no-overlap-p2p-communication",
+        ),
+        *("--tp-comm-overlap", "--make-vocab-size-divisible-by", *_SPLIT, *_RECOMPUTED),
+        *(flag for flag in READ if flag.startswith("--bpipe")),
+    )
+)
+
+# Further flags that a change of a launch may have (`bpipe fit`); the search leaves them as they are.
+_CHANGED = CHOSEN | {
+    *("--use-distributed-optimizer", "--grad-reduce-in-bf16", "--fp8-param-gather"),
+    *(flag_of(each.name) for each in fields(StateTypes)),
+}
+
+# A flag with its values.
+Group = tuple[str, tuple[str, ...]]
+
+
+class LaunchDifference(NamedTuple):
+    """Difference of a launch and a row: flags that replace its own, and flags to leave out."""
+
+    given: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        parts = [
+            f"{word} {shlex.join(flags)}" for word, flags in (("with", self.given), ("without", self.left_out)) if flags
+        ]
+        return f"the launch {' and '.join(parts) or 'as it is'}"
+
+
+def groups(flags: Sequence[str]) -> list[Group]:
+    """Return each flag with its values."""
+    parts: list[tuple[str, list[str]]] = []
+    for word in flags:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            parts.append((flag, [value] if equals else []))
+        elif parts:
+            parts[-1][1].append(word)
+    return [(flag, tuple(values)) for flag, values in parts]
+
+
+def _joined(parts: Sequence[Group]) -> tuple[str, ...]:
+    return tuple(word for flag, values in parts for word in (flag, *values))
+
+
+def chosen_flags(setup: Setup) -> tuple[str, ...]:
+    """Return all flags of a row that the search chose."""
+    return _joined([part for part in groups(megatron_flags(setup)) if part[0] in CHOSEN])
+
+
+def common_flags(setup: Setup) -> tuple[str, ...]:
+    """Return the flags that all rows of a plan have in common."""
+    return _joined([part for part in groups(megatron_flags(setup)) if part[0] not in CHOSEN])
+
+
+def difference(setup: Setup, reading: Reading) -> LaunchDifference:
+    """Return the changes of a launch that give this setup."""
+    same = _equal_parts(setup, reading)
+    before = {flag: values for flag, values in groups(reading.flags) if flag in _CHANGED and flag not in same}
+    after = {flag: values for flag, values in groups(megatron_flags(setup)) if flag in _CHANGED and flag not in same}
+    replaced = [
+        (flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)
+    ]
+    kept = (*_KEPT, *(("--bpipe-cluster",) if "--bpipe-memory" in after else ()))
+    left_out = [flag for flag in before if flag not in after and flag not in kept]
+    return LaunchDifference(_joined(replaced), tuple(left_out))
+
+
+def _means(words: tuple[str, ...] | None, values: tuple[str, ...]) -> bool:
+    """Whether words mean these values: 70 is 70.0."""
+    try:
+        return words == values or [float(word) for word in words or ()] == [float(value) for value in values] != []
+    except ValueError:
+        return False
+
+
+def _equal_parts(setup: Setup, reading: Reading) -> frozenset[str]:
+    """Return the flags of layers and recomputation, if launch and row have the same, however they are written."""
+    options = reading.options
+    cut = (options.get("pipeline"), options.get("layers")) == (setup.pipeline, setup.layers)
+    # Chunks that follow only from the launch's schedule change with it.
+    stays = setup.num_chunks == 1 or options.get("schedule") == setup.schedule
+    cut &= stays or any(flag in _SPLIT for flag, _ in groups(reading.flags))
+    recomputed = options.get("recompute") == setup.recompute
+    return frozenset((*(_SPLIT if cut else ()), *(_RECOMPUTED if recomputed else ())))
+
+
+def _default(flag: str) -> tuple[str, ...] | None:
+    """Return the values that a launch has without the flag; None if there is no default."""
+    row = READ.get(flag)
+    if row is None or row.is_switch or row.default is None:
+        return None
+    return tuple(row.default) if isinstance(row.default, list) else (str(row.default),)

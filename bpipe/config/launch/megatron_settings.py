@@ -1,30 +1,25 @@
-"""Settings of a Megatron training, as far as predictions depend on them, from its flags, its parsed arguments or its log.
+"""Settings of a Megatron training, as far as predictions depend on them, from its flags or its parsed arguments.
 
-Reads what the table `config.flags.launches.READ` covers and what `megatron_names` refuses. Imports no Megatron; a test holds
-the names of arguments to the installed parser.
+Read are the flags in `config.flags.trainer.READ`. Of the others, tables say which are refused, or without
+influence. Megatron's names are in `megatron_flags.txt`, one per line: those of the version that this package
+installs, to whose parser a test holds them and the tables. Imports no Megatron.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Any
 
-from bpipe.config.flags.budgets import MemoryBudget
-from bpipe.config.flags.flag import Flag, Options
-from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
-from bpipe.config.flags.parser import parser_of_launch
-from bpipe.config.launch.megatron_names import GROUP, REFUSED
-from bpipe.values import LARGEST
+from bpipe.config.flags.flag import Flag, Options, parser_of_launch
+from bpipe.config.flags.trainer import READ, SWITCHED_OFF, TRAINER, argument_of
+from bpipe.config.flags.values import MemoryBudget
+from bpipe.names import nearest
 
-_BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")
-# A rank's prefix may stand before it; a long name has no dots.
-_ARGUMENT = re.compile(r"(?:^|\s)([a-z]\w*) (?:\.+ | )(\S.*)$")
-_PADDED = re.compile(r"padded vocab \(size: (\d{1,12})\) with \d+ dummy tokens")
 # Types of the optimizer's state, which Megatron's validation makes types of torch.
 _TYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 
@@ -109,7 +104,6 @@ def _value(flag: Flag, args: object) -> Any:
         return value
     if flag.count is not None:
         return [str(word) for word in value] if isinstance(value, (list, tuple)) else [str(value)]
-    # A log may say anything, so values are read even if they have a type.
     text = ",".join(map(str, value)) if isinstance(value, tuple) else _text(value)
     if flag.choices is not None and text not in flag.choices:
         raise ValueError(f"{flag.names} {text[:40]}: choose from {', '.join(flag.choices)}")
@@ -136,32 +130,145 @@ def _undo_validation(values: Options, args: object) -> None:
         values.no_overlap_p2p_communication = False
 
 
-class LoggedLaunch(NamedTuple):
-    """Launch read from a log."""
-
-    settings: MegatronSettings | None
-    """None if the log has no arguments."""
-
-    vocabulary: int | None
-    """None if the log does not say it."""
+# Similarity from which a flag is taken for a mistyped one. Additions of scripts and of newer Megatrons are less similar.
+_TYPO, _TYPO_OF_OURS = 0.87, 0.66
+_MOST_FLAGS = 20
 
 
-def read_log(text: str) -> LoggedLaunch:
-    """Read a training log. Raises ValueError for the arguments of several trainings."""
-    launches: list[MegatronSettings] = []
-    vocabulary, block = None, None  # type: int | None, dict[str, object] | None
-    for line in text.splitlines():
-        if _BEGIN.search(line):
-            block = {}
-        elif block is not None and _END.search(line):
-            launches.append(MegatronSettings.from_args(SimpleNamespace(**block)))
-            block = None
-        elif block is not None and (match := _ARGUMENT.search(line)):
-            block[match[1]] = match[2].strip()
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                block[match[1]] = ast.literal_eval(match[2].strip())
-        elif match := _PADDED.search(line):
-            vocabulary = min(int(match[1]), LARGEST)
-    if any(launch != launches[0] for launch in launches):
-        raise ValueError("it has the arguments of several training runs, which differ: give the part of one run")
-    return LoggedLaunch(launches[0] if launches else None, vocabulary)
+@cache
+def names() -> frozenset[str]:
+    of_megatron = resources.files("bpipe.config.launch").joinpath("megatron_flags.txt").read_text(encoding="utf-8")
+    return frozenset((*of_megatron.split(), *(flag.in_launch for group in TRAINER for flag in group.flags)))
+
+
+def unknown_flags(flags: Sequence[str]) -> list[str]:
+    """Return the names of flags that neither Megatron nor this project has. Raises ValueError for one like ours."""
+    flag_names = dict.fromkeys(word.partition("=")[0] for word in flags if word.startswith("--"))
+    unknown = [flag for flag in flag_names if flag not in names()]
+    for flag in unknown:
+        if flag.startswith("--bpipe-"):
+            meant = nearest(flag, [name for name in names() if name.startswith("--bpipe")], _TYPO_OF_OURS)
+            raise ValueError(f"unknown flag {flag[:60]}{meant and ','}{meant or ': leave it out'}")
+    return unknown
+
+
+def unknown_note(unknown: Sequence[str]) -> str:
+    """Return the warning of flags that may be the training script's own."""
+    shown = []
+    for flag in unknown[:_MOST_FLAGS]:
+        meant = nearest(flag, sorted(names()), _TYPO).strip()
+        shown.append(f"{flag[:60]} ({meant})" if meant else flag[:60])
+    shown += [f"{len(unknown) - _MOST_FLAGS} more"] if unknown[_MOST_FLAGS:] else []
+    them = "them" if unknown[1:] else "it"
+    return f"Megatron's parser does not know {', '.join(shown)}; ignore this if your script adds {them}"
+
+
+def without(unknown: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the flags of a launch without unknown ones and their values."""
+    kept: list[str] = []
+    is_known = True
+    for word in flags:
+        if word.startswith("--"):
+            is_known = word.partition("=")[0] not in unknown
+        kept += [word] if is_known else []
+    return kept
+
+
+_OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
+_LOW = "4-bit training, or 8-bit training of only some layers or of more than matrices"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
+# Values with which a refused flag may be given; further ones by flag.
+_NEUTRAL = ("0", "None", "none")
+_NEUTRAL_OF = {
+    "--tensor-parallel-num-weight-shards": "1",
+    "--expert-tensor-parallel-num-weight-shards": "1",
+    "--num-distributed-optimizer-instances": "1",
+    "--optimizer": "adam",
+    "--muon-scalar-optimizer": "adam",
+    "--cross-entropy-fusion-impl": "native",
+    "--mlp-chunks-for-training": "1",
+}
+REFUSED = {
+    "--moe-layer-recompute": "an old name of the supported --recompute-granularity selective --recompute-modules moe",
+    "--moe-latent-size": "experts of a smaller hidden size",
+    "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"), _OFFLOAD),
+    **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
+    **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
+    "--hybrid-context-parallel": "context parallelism whose size differs by sequence",
+    "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    "--distribute-saved-activations": "distributed saved activations",
+    **dict.fromkeys(("--experimental-attention-variant", "--use-kitchen-attention"), "another attention"),
+    "--qk-l2-norm": "norms of queries and keys that compute in 32 bit",
+    "--mtp-hybrid-override-pattern": "multi-token prediction by hybrid layers",
+    **dict.fromkeys(
+        ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+        "layers of different kinds",
+    ),
+    "--disable-mamba-mem-eff-path": "kernels of Mamba layers that keep more",
+    "--attention-output-gate": "a gate after attention",
+    "--quick-geglu": "this activation function",
+    "--use-checkpoint-args": "sizes from a checkpoint",
+    "--yaml-cfg": "flags from a file",
+    GROUP: "larger groups of micro-batches",
+    "--optimizer": "an optimizer other than Adam, whose state has another size",
+    "--muon-scalar-optimizer": "Muon, whose state has another size",
+    **dict.fromkeys(("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), GRAPHS),
+    "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
+    "--fp16-lm-cross-entropy": "a loss in 16 bit",
+    # `MLP.forward` adds an offset to the one half, which makes a tensor of it, too.
+    "--no-bias-swiglu-fusion": "a SwiGLU of separate kernels, which keep two more tensors inside the MLP",
+    "--fp32-residual-connection": "activations between layers in 32 bit",
+    "--defer-embedding-wgrad-compute": "an output layer that keeps the logits' gradients of several micro-batches",
+    "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
+    "--moe-paged-stash": "experts' inputs in pages",
+    "--moe-expert-rank-capacity-factor": "a budget of tokens for all experts of a device",
+    "--moe-ncclep-static-shape": "experts' inputs in a buffer for the largest of them",
+    "--mlp-chunks-for-training": "an MLP in parts of the sequence",
+    "--no-clone-scatter-output-in-embedding": "an embedding whose whole output every tensor-parallel rank keeps",
+    **dict.fromkeys(("--logits-load-dir", "--logits-save-dir"), "logits of another model, or kept for one"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": "gradients that are reduced through a buffer of their size",
+    "--no-fp8-wgrad": "gradients of weights by 16-bit products, whose inputs are kept in 16 bit",
+    "--num-distributed-optimizer-instances": "optimizer state on only some of the replicas",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients of some weights in 32 bit",
+    "--use-transformer-engine-op-fuser": "an MLP of fused operations",
+    "--te-precision-config-file": "precisions from a file",
+    "--freeze-all-layers": "layers that are not trained",
+    "--perform-rl-step": "reinforcement learning",
+}
+
+# Refused flags that describe the kernels `cpu`, which are modelled.
+OF_A_CPU = ("--no-bias-swiglu-fusion",)
+
+# Patterns of flags.
+WITHOUT_INFLUENCE = """
+    --*-data-path --*weight-decay* --adam-* --app-tag-* --async-* --auto-detect-ckpt-format --bpipe-executor
+    --bpipe-peak-tflops --bpipe-report* --bpipe-strict --bpipe-timeout --bpipe-verify --ckpt-*
+    --clip-grad --cuda-graph-warmup-steps --data-args-path --data-cache-path --data-path --dataloader-type --ddp-average-in-collective
+    --decoupled-* --disable-gloo-process-groups --dist-ckpt-* --distributed-backend --distributed-timeout-*
+    --eod-mask-loss --eval-i* --exit-* --finetune --fp8-amax-* --fp8-margin --hysteresis --init-method-*
+    --initial-loss-scale --load --local-rank --log-* --logging-level --loss-scale* --lr --lr-* --mamba-inference-*
+    --manual-gc* --merge-file --min-loss-scale --min-lr --mock-data --mtp-loss-scaling-factor
+    --no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-initialization --no-load-*
+    --no-mmap-bin-files --no-one-logger --no-save-* --non-persistent-* --norm-epsilon --null-tokenizer-*
+    --num-dataset-builder-threads --num-workers --one-logger-* --override-opt* --profile* --pytorch-profiler-*
+    --rerun-mode --reset-* --rotary-base --save --save-interval --save-retain-interval --seed --sgd-momentum
+    --skip-train --split --tensorboard-* --timing-* --tokenizer-* --train-iters --train-samples --trust-remote-code
+    --use-checkpoint-opt* --use-cpu-initialization --use-dist-ckpt --use-mcore-models --use-pytorch-profiler
+    --vocab-file --wandb-*
+""".split()
+
+
+def refused_for(flag: str, value: str, own_group: str) -> str | None:
+    """Return what is not modelled of a flag with this value; None if nothing is.
+
+    `own_group`: the default size of groups of micro-batches, the number of ranks.
+    """
+    neutral = (*_NEUTRAL, own_group if flag == GROUP else _NEUTRAL_OF.get(flag))
+    return None if value in neutral else REFUSED.get(flag)
+
+
+def is_without_influence(flag: str) -> bool:
+    """Whether a flag changes neither memory nor time."""
+    return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)

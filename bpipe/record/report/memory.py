@@ -18,11 +18,10 @@ from bpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """Peaks of one rank. `bound_*` is None without balancing, bytes are None if the size of a micro-batch is unknown."""
+    """Peaks of one rank. `bound_bytes` is None without balancing, bytes are None if the size of a micro-batch is unknown."""
 
     microbatches: int
     num_bytes: int | None
-    bound_microbatches: int | None
     bound_bytes: int | None
 
 
@@ -108,11 +107,11 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: Sizes | None) -> RankPeaks:
     count = own_peak(schedule, rank, units, leaving, 0, {}) + buffers
     bound = None if schedule.bounds is None else schedule.bounds[rank]
     if sizes is None:
-        return RankPeaks(count, None, bound, None)
+        return RankPeaks(count, None, None)
     own = sizes.saved_bytes, sizes.moved_bytes, sizes.received_bytes, sizes.after_input_bytes, sizes.shard_bytes
     peak = own_peak(schedule, rank, *own) + sizes.host_bytes
     largest = max(sizes.saved_bytes.values(), default=0)
-    return RankPeaks(count, peak, bound, None if bound is None else peak + (bound - count) * largest)
+    return RankPeaks(count, peak, None if bound is None else peak + (bound - count) * largest)
 
 
 def moved_nothing(schedule: Schedule, rank: int, moved_bytes: Mapping[int, int]) -> bool:

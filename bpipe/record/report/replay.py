@@ -2,7 +2,7 @@
 
 Seconds of a computation are the median over all recorded iterations except a warm-up. The speed of transfers is that of
 the link's probe, or of the measured ones if there was no probe or they were far faster. A message between stages takes
-the median gap between a computation and the one that was waiting for it. `Basis` has the sources.
+the median gap between a computation and the one that was waiting for it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,10 +39,7 @@ class Basis:
 
     seconds: Mapping[tuple[int, Kind], float]
     bytes_per_s: Mapping[int, float]  # of transfers, by stage
-    bytes_source: Mapping[int, str]
     message_s: float | None  # None if no message could be told from waiting; the prediction then has none
-    message_between_s: float | None  # between nodes
-    assumed: tuple[int, ...]  # stages without a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +62,6 @@ class Prediction:
     def bubble(self, place: int) -> float:
         return 1 - float(self.report.busy_s(place)) / self.span_s if self.span_s else 0.0
 
-    def idle_s(self, place: int) -> float:
-        """Return seconds in which a rank waits for its neighbours, not computing nor waiting for a transfer."""
-        return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
-
     def levels(self, place: int) -> tuple[Level, ...]:
         """Return the bytes over time as the run counts them: host buffers held throughout."""
         size = self.sizes[place]
@@ -83,8 +76,8 @@ def replay(measured: Measured) -> Prediction:
     """Predict the run from its schedule, with the measured times and sizes."""
     schedule = measured.schedule
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
-    seconds, assumed = _seconds(measured)
-    speeds, sources = _speeds(measured)
+    seconds = _seconds(measured)
+    speeds = _speeds(measured)
     nodes = _nodes(measured)
     inside, between = _messages(measured, nodes)
     costs = Costs(
@@ -98,7 +91,7 @@ def replay(measured: Measured) -> Prediction:
     plain = without_transfers(schedule)
     return Prediction(
         report=simulate(schedule, costs),
-        basis=Basis(seconds, speeds, sources, inside, between, assumed),
+        basis=Basis(seconds, speeds, inside),
         sizes=sizes,
         peaks=tuple(rank_peaks(schedule, place, size) for place, size in enumerate(sizes)),
         unbalanced=tuple(
@@ -166,7 +159,7 @@ def _balanced(program: ScheduleConfig, sizes: Sequence[Iteration | None]) -> tup
 
 def _sizes(measured: Measured, place: int) -> Iteration | None:
     """Return the sizes of the iteration shown in which they are largest: they differ only if micro-batches do."""
-    parts = [lane.source for _, lane in lanes_of(measured.shown, place)]
+    parts = [lane.source for _, lane in lanes_of(measured.timelines, place)]
     if not parts:
         return None
     largest = max(parts, key=lambda part: sum(part.saved_bytes.values()))
@@ -174,8 +167,8 @@ def _sizes(measured: Measured, place: int) -> Iteration | None:
     return replace(largest, host_bytes=hosted, own_bytes=own)
 
 
-def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:
-    """Return the median of every stage and kind, and the stages whose times are the medians of the others."""
+def _seconds(measured: Measured) -> dict[tuple[int, Kind], float]:
+    """Return the median of every stage and kind; stages without a record have the medians of the others."""
     samples: dict[tuple[int, Kind], list[float]] = {}
     for timeline in measured.steady:
         for lane in timeline.present:
@@ -186,35 +179,29 @@ def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[i
     kinds = dict.fromkeys(kind for _, kind in seconds)
     assumed = tuple(stage for stage in range(measured.schedule.num_stages) if (stage, _FORWARD) not in seconds)
     typical = {kind: median([value for (_, other), value in seconds.items() if other is kind]) for kind in kinds}
-    seconds |= {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
-    return seconds, assumed
+    return seconds | {(stage, kind): typical[kind] for stage in assumed for kind in kinds}
 
 
-def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the speed of transfers of every stage that is moved, in bytes per second, and its source."""
+def _speeds(measured: Measured) -> dict[int, float]:
+    """Return the speed of transfers of every stage that is moved, in bytes per second."""
     slots = (slot for row in measured.schedule.ranks for slot in row)
     moved = {action.stage for slot in slots for action in slot.transfers if action.kind is Kind.EVICT}
     speeds = {stage: speed for stage in sorted(moved) if (speed := _speed(measured, stage)) is not None}
-    if speeds:
-        others = median([speed for speed, _ in speeds.values()]), "other stages"
-        speeds |= dict.fromkeys(moved - speeds.keys(), others)
-    return {stage: speed for stage, (speed, _) in speeds.items()}, {stage: name for stage, (_, name) in speeds.items()}
+    return speeds | dict.fromkeys(moved - speeds.keys(), median(speeds.values())) if speeds else {}
 
 
-def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
-    """Return the speed of one stage's transfers, if it is known, and its source."""
+def _speed(measured: Measured, stage: int) -> float | None:
+    """Return the speed of one stage's transfers, if it is known."""
     places = dict.fromkeys(measured.schedule.layout.replicas(stage))
-    speeds = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
+    speeds = [speed for place in places if (speed := _probed_speed(measured, place)) is not None]
     rows = (row for place in places for row in ended_transfers(measured, measured.steady, place, stage))
     rates = [row.bytes / row.seconds for row in rows if row.bytes]
     if speeds and (not rates or median(rates) <= FAR_ABOVE_PROBE * median(speeds)):
-        return median(speeds), "probe"
-    if not rates:
-        return None
-    return median(rates), "measured, the probe was too low" if speeds else "measured"
+        return median(speeds)
+    return median(rates) if rates else None
 
 
-def probed_speed(measured: Measured, place: int) -> float | None:
+def _probed_speed(measured: Measured, place: int) -> float | None:
     """Return the probed speed of this place's pair for the transport that ran."""
     record = measured.records[place]
     if record is None or record.partner is None:

@@ -1,309 +1,222 @@
-"""A whole report, from which table, JSON, page and trace are made, with its answers to what a reader wants to know: what
-balancing gained and cost, and which stage is the bottleneck."""
+"""A recorded run beside its prediction: a row per stage, and totals.
 
-from dataclasses import asdict, dataclass
+Times are the median over all iterations, without a warm-up, and bytes the maximum.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from bpipe.record import compare as trainings_compare
-from bpipe.record.compare import difference, read_training
-from bpipe.record.read import read_run
-from bpipe.record.report.compare import Comparison, Difference, StageRow, compare, differences, max_known, shared_cores
-from bpipe.record.report.memory import moved_nothing
-from bpipe.record.report.replay import replay
-from bpipe.record.report.selection import choose
-from bpipe.record.report.units import bytes_text, counted, percent_text
-from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
-from bpipe.schedule.hosts import Host
-from bpipe.schedule.memory import num_transfers
-
-VERSION = 2
-# A smaller share of the pipeline time is only what asking for transfers costs.
-NOTHING = 0.0005
-# A larger share of what a forward keeps is as good as all; `runtime.retention` uses the same of a run.
-ENOUGH = 0.9
-# The number of evicting stages that are described one by one.
-MOST_DESCRIBED = 4
+from bpipe.balance.config import BalanceConfig
+from bpipe.predict.flops import mfu
+from bpipe.record.compare import SideBySide, compare, read_training
+from bpipe.record.format import SUMMARY, Iteration, RankSummary, Row
+from bpipe.record.read import read_run, read_value, refuse_two_runs
+from bpipe.record.report.replay import Prediction, replay
+from bpipe.record.report.selection import Lane, Measured, Timeline, choose, ended_transfers, lanes_of, peak_microbatches
+from bpipe.schedule.action import Kind
 
 
-def answers(comparison: Comparison) -> tuple[str, ...]:
-    parts = [_balancing, _results, _bottleneck, _hosting, _too_large, _staying]
-    if comparison.trainings is not None and not comparison.trainings.equal:
-        parts = [_results, *(part for part in parts if part is not _results)]
-    return tuple(answer for part in parts if (answer := part(comparison)))
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, measured and predicted. Bytes are of activations; None: not measured, or there is no such thing."""
+
+    stage: int
+    rank: int | None
+    measured_bytes: int | None
+    predicted_bytes: int | None
+    bound_bytes: int | None
+    unbalanced_bytes: int | None  # predicted, without balancing
+    baseline_bytes: int | None  # measured by the baseline
+    weights_bytes: int | None  # with gradients and optimizer state
+    device_peak_bytes: int | None
+    limit_bytes: int | None
+    measured_microbatches: int | None
+    predicted_microbatches: int
+    evictions: int | None
+    loads: int | None
+    moved_fraction: float | None
+    bubble: float | None
+    predicted_bubble: float
+    exposed_s: float | None
+    predicted_exposed_s: float
+    bytes_per_s: float | None
+    all_measured_bytes: int | None  # the maximum over all pipelines
+
+    @property
+    def without_balancing_bytes(self) -> int | None:
+        """What the baseline held or, without a baseline, what the schedule would hold."""
+        return self.unbalanced_bytes if self.baseline_bytes is None else self.baseline_bytes
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Activations, and weights if they are known."""
+        return None if self.all_measured_bytes is None else self.all_measured_bytes + (self.weights_bytes or 0)
 
 
-def bottleneck(comparison: Comparison) -> StageRow | None:
-    """Return the stage nearest to its device's limit or, if limits are not known, the one that holds most."""
-    rows = [row for row in comparison.stages if row.held_bytes is not None]
-    if rows and all(row.limit_bytes for row in rows):
-        return min(rows, key=lambda row: (row.limit_bytes or 0) - (row.held_bytes or 0))
-    return max(rows, key=lambda row: row.held_bytes or 0, default=None)
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Times of an iteration. None: not known."""
 
-
-def longest_wait(comparison: Comparison) -> tuple[float, StageRow] | None:
-    """Return the longest exposed time and its stage, or None if no rank recorded one."""
-    waits = [(row.exposed_s, row) for row in comparison.stages if row.exposed_s is not None]
-    return max(waits, key=lambda wait: wait[0], default=None)
-
-
-def _results(comparison: Comparison) -> str:
-    """Return whether the baseline computed the same numbers; empty without one."""
-    trainings = comparison.trainings
-    if trainings is None:
-        return ""
-    name = trainings.first.path.resolve().name
-    if not trainings.equal:
-        return f"Results are NOT identical to those without balancing ({name}): {difference(trainings.mismatches[0])}."
-    return (
-        f"All losses and gradient norms of {counted(len(trainings.common), 'iteration')} are identical to the last bit "
-        f"to those without balancing ({name})."
-    )
-
-
-def _bottleneck(comparison: Comparison) -> str:
-    row = bottleneck(comparison)
-    if row is None or row.all_measured_bytes is None or row.held_bytes is None:
-        return "The memory bottleneck is not known: no rank recorded what it held."
-    rank = "" if row.rank is None else f" (rank {row.rank})"
-    text = f"Stage {row.stage}{rank} is the memory bottleneck: {bytes_text(row.all_measured_bytes)} of activations"
-    if row.bound_bytes is not None:
-        over = row.all_measured_bytes - row.bound_bytes
-        relation = (
-            f"{bytes_text(abs(over))} {'above' if over > 0 else 'below'} its bound of {bytes_text(row.bound_bytes)}"
-        )
-        text += f" ({relation if over else 'exactly its bound'})"
-    if row.weights_bytes is None:
-        text += ", weights not recorded"
-    else:
-        text += f" and {bytes_text(row.weights_bytes)} of weights, gradients and optimizer state"
-    if row.limit_bytes:
-        free = row.limit_bytes - row.held_bytes
-        text += (
-            f", together {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}: {bytes_text(abs(free))} "
-            f"{'free' if free >= 0 else 'over'}"
-        )
-    return f"{text}."
-
-
-def _balancing(comparison: Comparison) -> str:
-    program = comparison.measured.program
-    if program.balance is None:
-        return _would_buy(comparison)
-    if not any(slot.transfers for row in comparison.measured.schedule.ranks for slot in row):
-        sizes = f"{counted(program.num_ranks, 'stage')} and {counted(program.num_microbatches, 'micro-batch', 'es')}"
-        return f"With {sizes} there was nothing to balance."
-    if _moved_nothing(comparison):
-        return (
-            "Nothing moved: no storage of the micro-batches is as large as the smallest that moves, or other code holds "
-            "them. Memory is as without balancing."
-        )
-    text = "; ".join(part for part in (_bought(comparison), _cost(comparison)) if part) + "."
-    return text[0].upper() + text[1:]
-
-
-def _moved_nothing(comparison: Comparison) -> bool:
-    """Whether ranks should have evicted, and none moved anything."""
-    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes
-    evicting = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    return bool(evicting) and all(
-        (size := sizes[rank]) is not None and moved_nothing(schedule, rank, size.moved_bytes) for rank in evicting
-    )
-
-
-def _hosting(comparison: Comparison) -> str:
-    """Return who hosts for whom, and how much; empty if nobody does."""
-    schedule = comparison.measured.schedule
-    if _moved_nothing(comparison):
-        return ""
-    senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    sentences: list[str] = []
-    for rank in senders[:MOST_DESCRIBED]:
-        sentences += (_where(comparison, rank, host) for host in residencies_by_host(schedule, rank))
-    if len(senders) > MOST_DESCRIBED:
-        sentences.append(f"{counted(len(senders) - MOST_DESCRIBED, 'more stage')} evict, too")
-    return f"{'. '.join(sentences)}." if sentences else ""
-
-
-def _where(comparison: Comparison, rank: int, host: Host) -> str:
-    """Return how many micro-batches of a stage are with another stage, or in a node's memory."""
-    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host.rank]
-    count = len(residencies_by_host(schedule, rank)[host])
-    own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
-    if not host.on_device:
-        in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
-        buffers = counted(num_host_memory_buffers(schedule, rank), "host buffer")
-        return (
-            f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's CPU memory, in {buffers}{in_all}"
-        )
-    where = f"Stage {host.rank} hosts {count} of {own} micro-batches of stage {rank}"
-    if sizes is None:
-        return where
-    if not sizes.host_bytes:
-        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own CPU memory"
-    num_buffers = num_buffers_for(schedule, host.rank)
-    others = "" if len(num_buffers) == 1 else ", including those for other stages"
-    buffers = counted(num_buffers[rank], "host buffer")
-    return f"{where} in {buffers} of {bytes_text(sizes.host_bytes)} in all{others}"
-
-
-def _too_large(comparison: Comparison) -> str:
-    """Return what stayed because micro-batches differ in size; empty if everything was evicted as planned."""
-    stayed = [
-        (timeline.iteration, place, lane.source)
-        for timeline in comparison.measured.shown
-        for place, lane in enumerate(timeline.lanes)
-        if lane and lane.source.stayed_microbatches
-    ]
-    if not stayed:
-        return ""
-    number, place, worst = max(stayed, key=lambda part: part[2].passed_bytes)
-    return (
-        f"Micro-batches differ in size: {sum(part.stayed_microbatches for _, _, part in stayed)} were too large for "
-        f"their host buffers and were not evicted; the bound was exceeded by at most {bytes_text(worst.passed_bytes)}, "
-        f"on stage {place} in iteration {number}. The prediction assumes that each is as large as the largest."
-    )
-
-
-def _staying(comparison: Comparison) -> str:
-    """Return which stages move only a part of a micro-batch; empty if none does."""
-    stages = ", ".join(
-        f"stage {row.stage} {percent_text(row.moved_fraction)}"
-        for row in comparison.stages
-        if row.moved_fraction is not None and row.moved_fraction < ENOUGH
-    )
-    if not stages:
-        return ""
-    return (
-        f"Less memory is freed than possible: an eviction moves only a part of what a forward keeps for its backward "
-        f"({stages}). The run's log names what holds the rest."
-    )
-
-
-def _cost(comparison: Comparison) -> str:
-    longest = longest_wait(comparison)
-    if longest is None:
-        return "what balancing cost was not recorded"
-    shared = shared_cores(comparison)
-    if shared is not None:
-        return f"the time it cost cannot be measured here: {shared}, so transfers take time from computations"
-    (exposed_s, row), pipeline_s = longest, comparison.totals.pipeline_s
-    share = exposed_s / pipeline_s if pipeline_s else 0.0
-    if share < NOTHING:
-        return f"balancing cost less than {percent_text(NOTHING)} of an iteration's pipeline time"
-    return (
-        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {row.stage} waited for transfers"
-    )
-
-
-def _bought(comparison: Comparison) -> str:
-    """Return what balancing saved; empty if nobody recorded it."""
-    before = max_known(row.without_balancing_bytes for row in comparison.stages)
-    after = max_known(row.all_measured_bytes for row in comparison.stages)
-    if before is None or after is None:
-        return ""
-    change = f"{percent_text(abs(1 - after / before))} {'less' if after <= before else 'more'}"
-    return (
-        f"with balancing the fullest stage holds {bytes_text(after)} of activations instead of {bytes_text(before)}, "
-        f"{change}"
-    )
-
-
-def _would_buy(comparison: Comparison) -> str:
-    after = comparison.prediction.balanced_bytes
-    before = max_known(row.all_measured_bytes for row in comparison.stages)
-    if after is None or before is None:
-        return "Balancing was off."
-    if not after:
-        stages = counted(comparison.measured.program.num_ranks, "stage")
-        return f"Balancing was off, and with {stages} there is nothing to balance."
-    return (
-        f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations "
-        f"instead of {bytes_text(before)}."
-    )
+    pipeline_s: float  # from the first computation to the last
+    predicted_pipeline_s: float
+    step_s: float | None  # of a whole training step
+    bubble: float
+    predicted_bubble: float
+    mfu: float | None  # of a training step, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report of a recorded run."""
+    """A recorded run beside its prediction, by stage and as a whole."""
 
-    comparison: Comparison
-    differences: tuple[Difference, ...]  # at most three, the largest first
-    answers: tuple[str, ...]  # whole sentences
+    measured: Measured
+    prediction: Prediction
+    stages: tuple[StageRow, ...]
+    totals: Totals
+    trainings: SideBySide | None  # the baseline and this run, number by number
 
     @property
     def num_pipelines(self) -> int:
-        return len({record.pipeline for record in self.comparison.measured.run.ranks})
+        return len({record.pipeline for record in self.measured.run.ranks})
 
 
-def report_of(folder: str | Path, iteration: int | None = None, baseline: str | Path | None = None) -> Report:
+def report_of(folder: str | Path, baseline: str | Path | None = None) -> Report:
     """Make the report of a folder.
 
     Args:
         folder: the folder of a run's --bpipe-report.
-        iteration: report only this iteration instead of all.
         baseline: the folder of the same training without balancing.
 
     Returns:
-        The comparison of the run with its prediction, with sentences and differences.
+        The run beside its prediction.
 
     Raises:
-        ValueError: a folder has no record of one run, or not this iteration, or the baseline is not such a training.
+        ValueError: a folder has no record of one run, or the baseline is not such a training.
     """
-    measured = choose(read_run(folder), iteration)
-    trainings = None
+    measured = choose(read_run(folder))
+    trainings, peaks = None, dict[int, int]()
     if baseline is not None:
-        unbalanced = read_training(Path(baseline), num_ranks=measured.schedule.num_ranks, balanced=False)
-        trainings = trainings_compare.compare(unbalanced, read_training(Path(folder)), only_common=True)
-    comparison = compare(measured, replay(measured), trainings)
-    return Report(comparison, differences(comparison), answers(comparison))
+        peaks = _unbalanced_peaks(Path(baseline), measured.schedule.num_ranks)
+        unbalanced, balanced = read_training(Path(baseline)), read_training(Path(folder))
+        trainings = compare(unbalanced, balanced, only_common=True)
+    prediction, places = replay(measured), range(measured.schedule.num_ranks)
+    stages = tuple(_row(measured, prediction, place, peaks.get(place)) for place in places)
+    return Report(measured, prediction, stages, _totals(measured, prediction), trainings)
 
 
-def document(report: Report) -> dict[str, Any]:
-    """Return the report as plain values whose keys docs/report.md lists. Keys are added, never renamed."""
-    comparison = report.comparison
-    measured, basis = comparison.measured, comparison.prediction.basis
-    info, program, trainings = measured.run.info, measured.program, comparison.trainings
-    baseline = trainings and {
-        "path": str(trainings.first.path),
-        "iterations": len(trainings.common),
-        "identical": trainings.equal,
-    }
-    run, flops = (
-        {name: getattr(info, name) for name in names.split()}
-        for names in ("started world_size device synchronous", "flops_per_iteration peak_flops peak_source")
+def _unbalanced_peaks(folder: Path, num_ranks: int) -> dict[int, int]:
+    """Return the peak of each stage of a run without balancing. Of replicas of a stage, the largest counts."""
+    rows = {path.name: read_value(path, RankSummary, "the file", "a rank's summary") for path in SUMMARY.files(folder)}
+    refuse_two_runs(folder, [(name, row.run) for name, row in rows.items()])
+    peaks: dict[int, int] = {}
+    for name, row in rows.items():
+        if row.balanced or row.stage is None:
+            raise ValueError(f"{folder / name}: this run was balanced: give the one without balancing as --baseline")
+        peaks[row.stage] = max(row.peak_bytes, peaks.get(row.stage, 0))
+    if sorted(peaks) != list(range(num_ranks)):
+        raise ValueError(
+            f"{folder}: has reports of stages {sorted(peaks)}, not of 0 to {num_ranks - 1}; did every rank finish?"
+        )
+    return peaks
+
+
+def _row(measured: Measured, prediction: Prediction, place: int, baseline_bytes: int | None) -> StageRow:
+    steady, lanes = lanes_of(measured.steady, place), lanes_of(measured.timelines, place)
+    record, peaks = measured.records[place], prediction.peaks[place]
+    weights, limit = (record.weights_bytes, record.limit_bytes) if record else (None, None)
+    others = measured.others(place)
+    return StageRow(
+        stage=place,
+        rank=measured.ranks[place],
+        measured_bytes=max_known(lane.peak_bytes for _, lane in lanes),
+        predicted_bytes=peaks.num_bytes,
+        bound_bytes=peaks.bound_bytes,
+        unbalanced_bytes=prediction.unbalanced[place].num_bytes,
+        baseline_bytes=baseline_bytes,
+        weights_bytes=weights,
+        device_peak_bytes=max_known(iteration.device_peak_bytes for iteration in others),
+        limit_bytes=limit,
+        measured_microbatches=max_known(peak_microbatches(measured.schedule, place, lane) for _, lane in lanes),
+        predicted_microbatches=peaks.microbatches,
+        evictions=_count(steady, Kind.EVICT),
+        loads=_count(steady, Kind.LOAD),
+        moved_fraction=_moved_fraction([lane.source for _, lane in steady], measured.program.balance),
+        bubble=_median(_bubble(timeline, [lane]) for timeline, lane in steady),
+        predicted_bubble=prediction.bubble(place),
+        exposed_s=_median(lane.exposed_s for _, lane in steady),
+        predicted_exposed_s=float(prediction.report.exposed_s[place]),
+        bytes_per_s=_bytes_per_s(ended_transfers(measured, measured.steady, place)),
+        all_measured_bytes=max_known(row.live_bytes for iteration in others for row in iteration.rows),
     )
-    return {
-        "format": "bpipe-report",
-        "version": VERSION,
-        "run": {
-            **run,
-            **dict(info.versions),
-            "num_pipelines": report.num_pipelines if info.num_pipelines is None else info.num_pipelines,
-            "pipeline": measured.pipeline,
-        },
-        "program": {
-            "schedule": program.schedule,
-            "num_stages": program.num_ranks,
-            "num_microbatches": program.num_microbatches,
-            "num_chunks": program.num_chunks,
-            "balance": program.balance_name,
-        },
-        "iterations": [timeline.iteration for timeline in measured.shown],
-        "warm_up_iteration": measured.warm_up,
-        "totals": asdict(comparison.totals) | flops,
-        "stages": list(map(asdict, comparison.stages)),
-        "differences": [{**asdict(difference), "beside": list(difference.beside)} for difference in report.differences],
-        "answers": list(report.answers),
-        "basis": {
-            "seconds": {f"{stage}{kind.value}": value for (stage, kind), value in basis.seconds.items()},
-            "bytes_per_s": {str(stage): value for stage, value in basis.bytes_per_s.items()},
-            "bytes_source": {str(stage): source for stage, source in basis.bytes_source.items()},
-            "message_s": basis.message_s,
-            "message_between_s": basis.message_between_s,
-            "assumed_stages": list(basis.assumed),
-        },
-        "baseline": baseline,
-        "verified": measured.run.verified and asdict(measured.run.verified),
-        "notes": list(measured.notes),
-    }
+
+
+def max_known(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    samples = list(values)
+    return median(samples) if samples else None
+
+
+def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
+    """Return how many transfers of a kind an iteration typically has."""
+    count = _median(sum(row.action.kind is kind for row in lane.transfers) for _, lane in lanes)
+    return None if count is None else int(count)
+
+
+def _moved_fraction(sources: Sequence[Iteration], balance: BalanceConfig | None) -> float | None:
+    """Return the share that leaves of what a forward keeps, or of the part that is to leave; the smallest stage's."""
+    parts = {} if balance is None else balance.part_bytes
+    wanted = [
+        (iteration.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept)))
+        for iteration in sources
+        for stage, kept in iteration.kept_bytes.items()
+    ]
+    return min((min(1.0, moved / kept) for moved, kept in wanted if kept), default=None)
+
+
+def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:
+    """Return the share of these lanes' time in which they did not compute."""
+    whole_s = timeline.span_s * len(lanes)
+    return 1 - sum(lane.busy_s for lane in lanes) / whole_s if whole_s else 0.0
+
+
+def _bytes_per_s(rows: list[Row]) -> float | None:
+    """Return the bytes of a stage's own transfers divided by their durations."""
+    sized = [(row.bytes, row.seconds) for row in rows if row.bytes]
+    return sum(num_bytes for num_bytes, _ in sized) / sum(seconds for _, seconds in sized) if sized else None
+
+
+def _totals(measured: Measured, prediction: Prediction) -> Totals:
+    steady = measured.steady
+    steps, info = measured.run.step_s, measured.run.info
+    step = _median(steps[timeline.iteration] for timeline in steady if timeline.iteration in steps)
+    reached = None
+    if step and info.flops_per_iteration and info.peak_flops and info.world_size:
+        reached = mfu(info.flops_per_iteration, step, info.world_size, info.peak_flops)
+    places = range(measured.schedule.num_ranks)
+    return Totals(
+        pipeline_s=median(timeline.span_s for timeline in steady),
+        predicted_pipeline_s=prediction.span_s,
+        step_s=step,
+        bubble=median(_bubble(timeline, timeline.present) for timeline in steady),
+        predicted_bubble=sum(prediction.bubble(place) for place in places) / len(places),
+        mfu=reached,
+    )
+
+
+def shared_cores(report: Report) -> str | None:
+    """Return which ranks on a CPU have fewer cores than there are of them, if any.
+
+    A transfer then takes its time from computations, and no clock shows how much.
+    """
+    ranks = report.measured.run.ranks
+    for host in dict.fromkeys(record.host for record in ranks):
+        of_host = [record for record in ranks if record.host == host and record.device == "cpu"]
+        cores = min((record.cores for record in of_host if record.cores), default=None)
+        if cores is not None and cores < len(of_host):
+            return f"{len(of_host)} ranks share {cores} cores on {host}"
+    return None

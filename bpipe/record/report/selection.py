@@ -100,8 +100,7 @@ class Measured:
     pipeline: int  # the reported one, if the run has replicas or tensor-parallel ranks
     records: tuple[RankRecord | None, ...]  # by place of this pipeline, None without a record
     timelines: tuple[Timeline, ...]  # all recorded iterations of this program
-    shown: tuple[Timeline, ...]  # those that the report measures: all, or one
-    warm_up: int | None  # the first iteration if it was slower; typical times leave it out if there are others
+    warm_up: int | None  # the first iteration if it was slower; steady times leave it out if there are others
     notes: tuple[str, ...]
 
     @property
@@ -111,17 +110,12 @@ class Measured:
 
     @property
     def steady(self) -> tuple[Timeline, ...]:
-        """All recorded iterations except a warm-up."""
-        return _without(self.timelines, self.warm_up)
-
-    @property
-    def typical(self) -> tuple[Timeline, ...]:
-        """The iterations shown except a warm-up."""
-        return _without(self.shown, self.warm_up)
+        """All iterations except a warm-up."""
+        return tuple(timeline for timeline in self.timelines if timeline.iteration != self.warm_up) or self.timelines
 
     def others(self, place: int) -> list[Iteration]:
-        """Return the shown iterations of this place in all pipelines."""
-        numbers = {timeline.iteration for timeline in self.shown}
+        """Return the iterations of this place in all pipelines."""
+        numbers = {timeline.iteration for timeline in self.timelines}
         return [
             iteration
             for record in self.run.ranks
@@ -131,14 +125,10 @@ class Measured:
         ]
 
 
-def choose(run: Run, iteration: int | None = None) -> Measured:
-    """Return the part of a run to report on: `iteration`, or all iterations that ran the program of the last one."""
+def choose(run: Run) -> Measured:
+    """Return the part of a run to report on: all iterations that ran the program of the last one."""
     programs = {number: part.program for record in run.ranks for number, part in record.iterations.items()}
-    if iteration is not None and iteration not in programs:
-        raise ValueError(
-            f"{run.folder}: iteration {iteration} is not recorded; recorded are {_listed(sorted(programs))}"
-        )
-    program = programs[max(programs) if iteration is None else iteration]
+    program = programs[max(programs)]
     numbers = sorted(number for number, other in programs.items() if other == program)
     schedule = build(program)
     notes = list(run.notes)
@@ -148,14 +138,10 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     pipeline, records = _pipeline(run, schedule.num_ranks, notes)
     timelines = tuple(_timeline(run, schedule, records, number, notes) for number in numbers)
     timelines = tuple(timeline for timeline in timelines if timeline.present)
-    shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
-    if not shown:
-        recorded = [timeline.iteration for timeline in timelines]
-        raise ValueError(
-            f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}, only {', '.join(map(str, recorded)) or 'none'}"
-        )
-    notes += _higher_peaks(run, shown, records)
-    return Measured(run, program, schedule, pipeline, records, timelines, shown, _warm_up(timelines), tuple(notes))
+    if not timelines:
+        raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iterations {_listed(numbers)}")
+    notes += _higher_peaks(run, timelines, records)
+    return Measured(run, program, schedule, pipeline, records, timelines, _warm_up(timelines), tuple(notes))
 
 
 def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
@@ -163,18 +149,14 @@ def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, 
     return [(timeline, lane) for timeline in timelines if (lane := timeline.lanes[place]) is not None]
 
 
-def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
+def _higher_peaks(run: Run, timelines: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
     """Return a note of the ranks that held more in an iteration that is not shown."""
     higher = []
     for place, record in enumerate(records):
-        peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
+        peaks = [lane.peak_bytes for _, lane in lanes_of(timelines, place) if lane.peak_bytes is not None]
         if record is not None and peaks and run.run_peak_bytes.get(record.rank, 0) > max(peaks):
             higher.append(f"rank {record.rank} {run.run_peak_bytes[record.rank]} bytes")
     return [f"iterations that are not shown held more: {', '.join(higher)}"] if higher else []
-
-
-def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Timeline, ...]:
-    return tuple(timeline for timeline in timelines if timeline.iteration != warm_up) or timelines
 
 
 def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:

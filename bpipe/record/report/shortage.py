@@ -6,17 +6,18 @@ passes, and what else its device had allocated. Micro-batches on a stage that ra
 as the largest that was seen. Shards are equally large.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import Held, MemoryMark, RankHeld
+from bpipe.record.report.findings import bytes_text, counted
 from bpipe.record.report.memory import own_peak
 from bpipe.record.report.output.table import aligned, wrapped
-from bpipe.record.report.units import bytes_text, counted
 from bpipe.schedule.host_buffers import num_buffers_for
 from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import moves_anything
 from bpipe.schedule.schedule import Schedule
 
 
@@ -45,14 +46,6 @@ class ShortageRemedy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sizes of one micro-batch: saved by stage, and in a rank's shard of the vocabulary between its passes."""
-
-    saved_bytes: Mapping[int, int]
-    shard_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shortage:
     program: ScheduleConfig
     iteration: int
@@ -73,24 +66,33 @@ def shortage_of(held: Held) -> Shortage:
     failed = _failed(held)
     pipeline = failed.pipeline if failed is not None and failed in begun else min(rank.pipeline for rank in begun)
     # A rank that ran no forward hosts for others all the same.
-    ranks = {rank.place: rank for rank in held.ranks if rank.pipeline == pipeline}
-    programs = [(mark.program, mark.iteration) for rank in ranks.values() for mark in rank.marks if mark.program]
+    ranks = sorted((rank for rank in held.ranks if rank.pipeline == pipeline), key=lambda rank: rank.place)
+    programs = [(mark.program, mark.iteration) for rank in ranks for mark in rank.marks if mark.program]
     program, iteration = max(programs, key=lambda pair: pair[1])
     schedule = build(program)
-    sizes, assumed = _sizes(ranks, schedule)
-    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in begun)
-    ways = _ways(program, ranks, sizes)
+    marks = [mark for rank in ranks for mark in rank.marks]
+    saved: dict[int, int] = {}
+    for mark in marks:
+        saved |= {stage: max(size, saved.get(stage, 0)) for stage, size in mark.saved_bytes.items()}
+    assumed = [stage for stage in range(schedule.num_stages) if stage not in saved]
+    saved |= dict.fromkeys(assumed, max(saved.values()))
+    shard_bytes = max(mark.shard_bytes for mark in marks)
+    stages = tuple(_need(rank, schedule, saved, shard_bytes) for rank in ranks if rank in begun)
+    ways = [_way("as it was run", schedule, ranks, saved, shard_bytes)]
+    balanced = build(replace(program, balance=BalanceConfig())) if program.balance is None else None
+    if balanced is not None and moves_anything(balanced):
+        ways.append(_way("with --bpipe", balanced, ranks, saved, shard_bytes))
     notes = []
     if assumed:
         notes.append(
             f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large as "
             "the largest seen"
         )
-    if program.vocabulary is not Vocabulary.WHOLE and not sizes.shard_bytes:
+    if program.vocabulary is not Vocabulary.WHOLE and not shard_bytes:
         notes.append(
             "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
         )
-    return Shortage(program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(notes))
+    return Shortage(program, iteration, stages, tuple(ways), _answers(held, failed, stages, ways), tuple(notes))
 
 
 def _failed(held: Held) -> RankHeld | None:
@@ -98,18 +100,6 @@ def _failed(held: Held) -> RankHeld | None:
     if held.failure is not None:
         return next((rank for rank in held.ranks if rank.rank == held.failure.rank), None)
     return next((rank for rank in held.ranks if rank.end is not None and rank.end.out_of_memory), None)
-
-
-def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[_Sizes, list[int]]:
-    """Return the sizes of a micro-batch, and the stages whose size is assumed."""
-    marks = [mark for rank in ranks.values() for mark in rank.marks]
-    sizes: dict[int, int] = {}
-    for mark in marks:
-        for stage, size in mark.saved_bytes.items():
-            sizes[stage] = max(size, sizes.get(stage, 0))
-    missing = [stage for stage in range(schedule.num_stages) if stage not in sizes]
-    sizes |= dict.fromkeys(missing, max(sizes.values()))
-    return _Sizes(sizes, max(mark.shard_bytes for mark in marks)), missing
 
 
 def _other_bytes(rank: RankHeld) -> int | None:
@@ -123,79 +113,47 @@ def _other_bytes(rank: RankHeld) -> int | None:
     return max(0, *others) if others else None
 
 
-def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int = 1) -> tuple[int, int]:
-    """Return the micro-batches and bytes at the stage's fullest, if the micro-batches that ran are split in `parts`.
+def _fullest(rank: RankHeld, schedule: Schedule, saved: Mapping[int, int], shard_bytes: int) -> tuple[int, int]:
+    """Return the micro-batches at the stage's fullest, and all bytes that it then needs.
 
     A host buffer is as large as the largest micro-batch that its guest may send there.
     """
-    own = {stage: sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)}
+    own = {stage: saved[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
     buffers = num_buffers_for(schedule, rank.place)
     hosted = sum(
-        count * max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(guest))
-        for guest, count in buffers.items()
+        count * max(saved[stage] for stage in schedule.layout.stages_of(guest)) for guest, count in buffers.items()
     )
     received = max((mark.received_bytes for mark in rank.marks), default=0)
     marked = [mark.after_input_bytes for mark in rank.marks]
-    between = {stage: max(of_mark.get(stage, 0) for of_mark in marked) // parts for stage in set().union(*marked)}
-    num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + hosted
-    return own_peak(schedule, rank.place, ones, ones, 0, {}) + sum(buffers.values()), num_bytes
+    between = {stage: max(of_mark.get(stage, 0) for of_mark in marked) for stage in set().union(*marked)}
+    activations = own_peak(schedule, rank.place, own, own, received, between, shard_bytes) + hosted
+    count = own_peak(schedule, rank.place, ones, ones, 0, {}) + sum(buffers.values())
+    return count, rank.besides_bytes + activations + (_other_bytes(rank) or 0)
 
 
-def _need(rank: RankHeld, schedule: Schedule, sizes: _Sizes) -> StageNeed:
-    count, activations = _activations(rank, schedule, sizes)
-    other = _other_bytes(rank)
+def _need(rank: RankHeld, schedule: Schedule, saved: Mapping[int, int], shard_bytes: int) -> StageNeed:
+    count, need_bytes = _fullest(rank, schedule, saved, shard_bytes)
+    # The mark at which memory ran out, or else the largest.
+    out = next((mark for mark in rank.marks if mark.out_of_memory), None)
     return StageNeed(
         rank,
-        _fullest(rank),
-        microbatch_bytes=max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)),
+        out or max(rank.marks, key=lambda mark: mark.activations_bytes),
+        microbatch_bytes=max(saved[stage] for stage in schedule.layout.stages_of(rank.place)),
         logits_bytes=max(mark.logits_bytes for mark in rank.marks),
-        shard_bytes=sizes.shard_bytes,
-        other_bytes=other,
+        shard_bytes=shard_bytes,
+        other_bytes=_other_bytes(rank),
         peak_microbatches=count,
-        need_bytes=rank.besides_bytes + activations + (other or 0),
+        need_bytes=need_bytes,
     )
 
 
-def _fullest(rank: RankHeld) -> MemoryMark:
-    """Return the mark at which memory ran out, or else the largest."""
-    out = next((mark for mark in rank.marks if mark.out_of_memory), None)
-    return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
-
-
-def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[ShortageRemedy, ...]:
-    """As it was; balanced; with half the micro-batch; with both."""
-    ways = [("as it was run", program, 1), ("with --bpipe", _balanced(program), 1)]
-    batch = next((rank.micro_batch for rank in ranks.values() if rank.micro_batch), None)
-    if batch is not None and batch % 2 == 0:
-        halved = replace(program, num_microbatches=2 * program.num_microbatches)
-        with_flag = f"with --micro-batch-size {batch // 2}"
-        ways += [(with_flag, halved, 2), (f"{with_flag} and --bpipe", _balanced(halved), 2)]
-    return tuple(_way(name, config, ranks, sizes, parts) for name, config, parts in ways if config is not None)
-
-
-def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:
-    """Return the program balanced; None if it is already, or balancing would move nothing."""
-    config = replace(program, balance=BalanceConfig())
-    moves = program.balance is None and any(slot.transfers for row in build(config).ranks for slot in row)
-    return config if moves else None
-
-
 def _way(
-    name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes, parts: int
+    name: str, schedule: Schedule, ranks: Sequence[RankHeld], saved: Mapping[int, int], shard_bytes: int
 ) -> ShortageRemedy:
-    """Return the need of the stage that is nearest to its limit, if micro-batches are split in `parts`.
-
-    What else was allocated shrinks like activations.
-    """
-    schedule = build(program)
-    saved = {stage: size // parts for stage, size in sizes.saved_bytes.items()}
-    smaller = _Sizes(saved, sizes.shard_bytes // parts)
-    needs = []
-    for rank in ranks.values():
-        need = rank.besides_bytes + _activations(rank, schedule, smaller, parts)[1] + (_other_bytes(rank) or 0) // parts
-        needs.append((need - (rank.limit_bytes or 0), need, rank))
-    _, need, rank = max(needs, key=lambda entry: entry[:2])
+    """Return the need of the stage that is nearest to its limit."""
+    needs = [(_fullest(rank, schedule, saved, shard_bytes)[1], rank) for rank in ranks]
+    need, rank = max(needs, key=lambda entry: (entry[0] - (entry[1].limit_bytes or 0), entry[0]))
     return ShortageRemedy(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)
 
 
@@ -216,7 +174,7 @@ def _ending(held: Held) -> str:
 
 
 def _answers(
-    held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...], ways: tuple[ShortageRemedy, ...]
+    held: Held, failed: RankHeld | None, stages: Sequence[StageNeed], ways: Sequence[ShortageRemedy]
 ) -> tuple[str, ...]:
     end = _ending(held)
     answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
@@ -229,7 +187,7 @@ def _answers(
         answers.append(f"What fits: {'; '.join(fitting)}.")
     else:
         answers.append(
-            "None of these fits: recompute more, or split the model further. `bpipe plan` compares such configurations."
+            "None of these fits: recompute more, or split the model further. `bpipe fit` compares such changes."
         )
     return tuple(answers)
 

@@ -11,7 +11,7 @@ R return, L load. The stage's number comes first if a rank has several stages, o
 `0F5&7B2` are a forward and a backward that run together. A grid wider than the page continues in blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.files.text import header
@@ -28,41 +28,32 @@ BESIDE = "&"
 # Initials of transfers; those of computations are their names.
 _INITIALS = {Kind.EVICT: "E", Kind.HOST: "H", Kind.RETURN: "R", Kind.LOAD: "L"}
 
-# Colours a cell, given its padded text and the action that it shows.
-Paint = Callable[[str, Action | None], str]
 
-
-def write_grid(schedule: Schedule, width: int | None = None, paint: Paint | None = None) -> str:
+def write_grid(schedule: Schedule, width: int | None = None) -> str:
     """Return the whole schedule as text, in blocks of columns that fit `width` characters; None is one block."""
     lines = _lines(schedule)
     widths = [len(str(slot)) for slot in range(len(schedule.ranks[0]))]
-    for _, cells, _ in lines:
+    for _, cells in lines:
         widths = [max(width, len(cell)) for width, cell in zip(widths, cells, strict=True)]
-    margin = max(len(label) for label, _, _ in lines)
+    margin = max(len(label) for label, _ in lines)
     blocks = []
     for columns in _pages(widths, None if width is None else width - margin):
         block = ["slot".ljust(margin) + "".join(f" {slot:>{widths[slot]}}" for slot in columns)]
-        for label, cells, actions in lines:
-            padded = ((cells[slot].rjust(widths[slot]), actions[slot]) for slot in columns)
-            block.append(
-                label.rjust(margin)
-                + "".join(f" {text if paint is None else paint(text, action)}" for text, action in padded)
-            )
+        for label, cells in lines:
+            block.append(label.rjust(margin) + "".join(f" {cells[slot]:>{widths[slot]}}" for slot in columns))
         blocks.append("\n".join(block))
     return header(schedule) + "\n" + "\n\n".join(blocks) + "\n"
 
 
-def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]]]:
-    """Return every line of the grid: its label, its cells, and the action that colours each."""
+def _lines(schedule: Schedule) -> list[tuple[str, list[str]]]:
+    """Return every line of the grid: its label and its cells."""
     own, hosted = _implied(schedule.layout, schedule.num_ranks, schedule.hosts)
     digits = len(str(schedule.num_ranks - 1))
-    lines: list[tuple[str, list[str], list[Action | None]]] = []
+    lines: list[tuple[str, list[str]]] = []
     for rank, row in enumerate(schedule.ranks):
-        computed = [_computed(slot, own[rank]) for slot in row]
-        lines.append((f"rank {rank:<{digits}} C", computed, [slot.compute for slot in row]))
+        lines.append((f"rank {rank:<{digits}} C", [_computed(slot, own[rank]) for slot in row]))
         if any(slot.transfers for slot in row):
-            moved = [_moved(slot, own[rank], hosted[rank]) or BUBBLE for slot in row]
-            lines.append(("T", moved, [slot.transfers[0] if slot.transfers else None for slot in row]))
+            lines.append(("T", [_moved(slot, own[rank], hosted[rank]) or BUBBLE for slot in row]))
     return lines
 
 

@@ -8,8 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bpipe.config.features.feature import Settings
-from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED, Settings
 
 TRIED_VERSIONS = ("0.19.2",)
 

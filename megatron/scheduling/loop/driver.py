@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel.utils import get_comm_stream
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
-from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import guarded
+from bpipe.config.features.table import Settings
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier

@@ -18,9 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
-from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
-from bpipe.config.features.table import SHARDED, SLICED
+from bpipe.config.features.table import SHARDED, SLICED, Settings
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.schedule.action import Action, Kind

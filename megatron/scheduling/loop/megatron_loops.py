@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family

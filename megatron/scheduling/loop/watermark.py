@@ -16,8 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.build import ScheduleConfig
-from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
-from bpipe.record.write import append, begin
+from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark, append, begin
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of, first_to_say
 from bpipe.runtime.meter import Meter

@@ -9,7 +9,7 @@ from typing import Any
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
 from bpipe.config.features.queries import guarded, reasons
-from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.config.flags.values import MemoryBudget
 from bpipe.schedule.families.families import (
     FAMILIES,
     default_family,

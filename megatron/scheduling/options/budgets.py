@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.config.flags.budgets import MemoryBudget
-from bpipe.config.flags.values import AUTO
+from bpipe.config.flags.values import AUTO, MemoryBudget
 from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.plan.budget import (
     balanced_costs,

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bpipe.config.features.feature import Settings
-from bpipe.config.flags.parser import declare
+from bpipe.config.features.table import Settings
+from bpipe.config.flags.flag import declare
 from bpipe.config.flags.trainer import TRAINER
 from bpipe.names import unknown
 from bpipe.schedule.families.families import FAMILIES

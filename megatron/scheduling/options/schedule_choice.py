@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built, config_of_schedule
-from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import asked_by, reasons_of, sliced_reasons
-from bpipe.config.features.table import PLACED, SHARDED
+from bpipe.config.features.table import PLACED, SHARDED, Settings
 from bpipe.config.flags import schedules
 from bpipe.predict.slices import even_bounds, listed_bounds
 from bpipe.schedule.check.rules import check_microbatch_order

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.placement import checkpoints, embeddings
 from megatron.scheduling.placement.positions import Positions

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.pairs import choose_partners
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from bpipe.placement import Part, Topology, pair_adjacent, pairs_apart
 from bpipe.record.report.memory import without_transfers
 from bpipe.schedule.host_buffers import links_of

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from bpipe.predict.flops import mfu
-from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, TrainingStep
-from bpipe.record.write import append, write_whole
+from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, TrainingStep, append, write_whole
 from bpipe.runtime.failures import Failure
 from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
 from megatron.scheduling.hooks import upstream

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bpipe.config.features.feature import Settings
+from bpipe.config.features.table import Settings
 from bpipe.predict import slices as sequences
 from bpipe.predict.slices import equal_bounds, even_bounds, listed_bounds, work_of
 from bpipe.schedule.layout import EVEN, SliceLengths

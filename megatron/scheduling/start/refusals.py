@@ -6,8 +6,8 @@ Imports no Megatron.
 import sys
 from collections.abc import Callable, Sequence
 
-from bpipe.config.features.feature import Settings, has_experts
 from bpipe.config.features.queries import reasons
+from bpipe.config.features.table import Settings, has_experts
 from bpipe.schedule.layout import EVEN
 
 # Settings with which micro-batches of one stage save differing sizes: by the router's choices, packing, lengths of

@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 
-from bpipe.config.launch.megatron_names import without
+from bpipe.config.launch.megatron_settings import without
 from bpipe.schedule.check import exchanges
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.program import Exchange

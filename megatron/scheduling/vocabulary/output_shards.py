@@ -14,9 +14,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 
-from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
-from bpipe.config.features.table import SHARDED
+from bpipe.config.features.table import SHARDED, Settings
 from bpipe.runtime.vocabulary import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight

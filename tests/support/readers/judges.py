@@ -100,28 +100,20 @@ SOUND_LAUNCH = (
 CAPTURED = json.dumps(
     {"launches": [{"words": ["torchrun", "pretrain_gpt.py", *SOUND_LAUNCH.split()], "environment": {"NCCL_X": "1"}}]}
 )
-ARGUMENTS: dict[str, object] = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
-ARGUMENTS |= {"micro_batch_size": 1, "bf16": True, "global_batch_size": 16, "pipeline_model_parallel_size": 4}
-ARGUMENTS |= {"recompute_granularity": None, "recompute_modules": ["core_attn"]}
-TRAINED = "\n".join(
-    (
-        f"{'-' * 24} arguments {'-' * 24}",
-        *(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in ARGUMENTS.items()),
-        f"{'-' * 20} end of arguments {'-' * 21}",
-        " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)",
-        *(
-            f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | "
-            f"elapsed time per iteration (ms): 10{number % 3}.5 | lm loss: 5.5 |"
-            for number in range(1, 21)
-        ),
-        "",
-    )
+TRAINED = "".join(
+    f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | elapsed time per iteration (ms): 10{number % 3}.5 | "
+    "lm loss: 5.5 |\n"
+    for number in range(1, 21)
+)
+OF_TRAINED = (
+    "--vocab-size 50257 --format json -- --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--micro-batch-size 1 --bf16 --global-batch-size 16 --pipeline-model-parallel-size 4"
 )
 
 
 def judge_trained(path: Path, text: str, _: random.Random) -> bool:
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return judge_answer(["calibrate", str(path), "--cluster", "a100-80g:4", "--format", "json"])
+    return judge_answer(["calibrate", str(path), "--cluster", "a100-80g:4", *OF_TRAINED.split()])
 
 
 def judge_captured(path: Path, text: str, _: random.Random) -> bool:
@@ -397,14 +389,10 @@ def judge_log(path: Path, text: str, _: random.Random) -> bool:
 def _compared(file: Path, text: str) -> int | None:
     """Return the number of iterations of a run compared with itself: nothing can differ."""
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
-    printed = outcome(["compare", str(file), str(file), "--format", "json"], file)
-    shown = outcome(["compare", str(file), str(file)], file)
-    if (printed is None) != (shown is None):
-        raise Wrong("text and JSON do not agree on whether it is a run")
+    printed = outcome(["compare", str(file), str(file)], file)
     if printed is None:
         return None
-    comparison = json.loads(printed)
-    judge_numbers("", {name: comparison[name] for name in ("iterations", "in_one_only", "iteration_s_ratio")})
-    if not comparison["equal"] or comparison["in_one_only"]:
+    verdict = printed.splitlines()[-1]
+    if not verdict.startswith(("identical", "no difference")):
         raise Wrong("a run differs from itself")
-    return int(comparison["iterations"])
+    return int(re.findall(r"(\d+) iterations", verdict)[0])

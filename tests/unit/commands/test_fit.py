@@ -12,8 +12,7 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.row_flags import CHOSEN, groups
+from bpipe.config.launch.megatron_flags import CHOSEN, groups, megatron_flags
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.config.features.feature import State
+from bpipe.config.features.table import State
 from bpipe.config.launch.capture import write_launches
 from bpipe.plan.refusals import states_of_launch, worst
 

@@ -14,9 +14,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.record import format as form
-from bpipe.record.format import keys_of, read_program, write_program
+from bpipe.record.format import append, keys_of, read_program, write_program, write_whole
 from bpipe.record.read import read_held, read_run, read_steps
-from bpipe.record.write import append, write_whole
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.memory import KeptMemory, Memory, memory_of
@@ -165,7 +164,6 @@ def test_what_no_run_writes_is_refused(
         ),
         ("run.json", "links", [3], "links is 3, but must be an object"),
         ("run.json", "torch", {}, "torch is {}, but must be text"),
-        ("run.json", "peak_flops", 1e9, "an MFU of"),
         ("iterations.jsonl", "elapsed_s", -1, "line 1: elapsed_s is -1, but must be a number from 0"),
         ("iterations.jsonl", "iteration", 1e300, "line 1: iteration is 1e+300, but must be a whole number"),
         ("rank_00000.json", "peak_bytes", float("1e999"), "not a finite number"),

@@ -11,7 +11,7 @@ import pytest
 from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
-from bpipe.config.flags.budgets import read_budget
+from bpipe.config.flags.values import read_budget
 from bpipe.plan.budget import Devices, better_plan, tightest_plan, within
 from bpipe.predict.memory import DeviceBesides
 from bpipe.schedule.families.families import FAMILIES

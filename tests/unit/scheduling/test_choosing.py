@@ -17,7 +17,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import PLACED, SHARDED
-from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.config.flags.values import MemoryBudget
 from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.document import write_json

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.config.features.feature import Feature, State
-from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED, SLICED, Feature, State
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.options.arguments import SchedulingConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.config.flags.values import MemoryBudget
 from bpipe.simulate.cost import Costs
 from megatron.scheduling import install, launch
 from megatron.scheduling.hooks import repairs

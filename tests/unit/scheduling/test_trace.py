@@ -13,7 +13,7 @@ import pytest
 from bpipe import cli
 from bpipe.cli import parsers
 from bpipe.commands import trace
-from bpipe.config.flags.parser import options_of
+from bpipe.config.flags.flag import options_of
 from bpipe.predict.activations import stage_bytes
 from bpipe.predict.states import stage_parameters
 

@@ -11,9 +11,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from bpipe.record.report.compare import StageRow
+from bpipe.record.report.findings import answers, bottleneck, differences
 from bpipe.record.report.output.table import facts, figures, hosts, run_name
-from bpipe.record.report.report import Report, bottleneck
+from bpipe.record.report.report import Report, StageRow
 from bpipe.record.report.selection import Lane, Timeline
 from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import read_action
@@ -101,33 +101,30 @@ def view(report: Report) -> dict[str, Any]:
 
     Measured memory is what was seen during each computation and at its end.
     """
-    comparison = report.comparison
-    measured, prediction = comparison.measured, comparison.prediction
-    simulated = [
-        simulated_track(prediction.report, row.stage, prediction.levels(row.stage)) for row in comparison.stages
-    ]
-    fullest = bottleneck(comparison)
+    measured, prediction = report.measured, report.prediction
+    simulated = [simulated_track(prediction.report, row.stage, prediction.levels(row.stage)) for row in report.stages]
+    fullest = bottleneck(report)
     # Tell one open page from another: the run, its day and its machine.
     title = ", ".join(filter(None, (run_name(measured), (measured.run.info.started or "")[:10], hosts(measured))))
-    pairs = [*facts(comparison, on_page=True), *(("note", note) for note in measured.notes)]
+    pairs = [*facts(report, on_page=True), *(("note", note) for note in measured.notes)]
     return {
         "title": f"bpipe report: {title}",
-        "figures": [list(figure) for figure in figures(comparison)],
+        "figures": [list(figure) for figure in figures(report)],
         "facts": [[label, value] for label, value in pairs],
-        "answers": list(report.answers),
+        "answers": list(answers(report)),
         "bottleneck": None if fullest is None else fullest.stage,
-        "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],
+        "stages": [{key: getattr(row, key) for key in _KEYS} for row in report.stages],
         "differences": [
             {
                 "what": difference.what,
-                "measured": difference.measured_text,
-                "predicted": difference.predicted_text,
+                "measured": difference.text(difference.measured),
+                "predicted": difference.text(difference.predicted),
                 "beside": "; ".join(difference.beside),
                 "iteration": difference.iteration,
             }
-            for difference in report.differences
+            for difference in differences(report)
         ],
-        "iterations": [_iteration(timeline, comparison.stages, simulated) for timeline in measured.shown],
+        "iterations": [_iteration(timeline, report.stages, simulated) for timeline in measured.timelines],
     }
 
 

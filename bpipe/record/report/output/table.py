@@ -1,17 +1,30 @@
-"""Write a report for the terminal, as text of at most 120 columns, and what stands at the head of its page."""
+"""Write a report as text of at most 120 columns, as JSON values, and what stands at the head of its page."""
 
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from bpipe.record.report.compare import Comparison, StageRow
-from bpipe.record.report.report import Report, longest_wait
+from bpipe.record.format import write_program
+from bpipe.record.report.findings import (
+    answers,
+    bytes_text,
+    counted,
+    differences,
+    longest_wait,
+    percent_text,
+    rate_text,
+    seconds_text,
+    size_unit,
+)
+from bpipe.record.report.report import Report, StageRow
 from bpipe.record.report.selection import Measured
-from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text, size_unit
 from bpipe.schedule.layout import Vocabulary
 
 WIDTH = 120
+# Version of the JSON.
+VERSION = 3
 # The number of machines that are named.
 MOST_HOSTS = 4
 
@@ -31,24 +44,24 @@ class Figure(NamedTuple):
     beside: str
 
 
-def figures(comparison: Comparison) -> list[Figure]:
+def figures(report: Report) -> list[Figure]:
     """Return the exposed transfers, the time of an iteration and the bubble; peaks are in the answers."""
-    totals = comparison.totals
+    totals = report.totals
     pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
     if totals.step_s is not None:
         pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
     return [
-        _exposed(comparison),
+        _exposed(report),
         Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
         Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
     ]
 
 
-def _exposed(comparison: Comparison) -> Figure:
-    longest, label = longest_wait(comparison), "exposed transfers"
+def _exposed(report: Report) -> Figure:
+    longest, label = longest_wait(report), "exposed transfers"
     if longest is None:
         return Figure(label, "not known", "no rank recorded them")
-    if not any(stage.evictions for stage in comparison.stages):
+    if not any(stage.evictions for stage in report.stages):
         return Figure(label, "none", "nothing is evicted")
     exposed_s, row = longest
     return Figure(
@@ -56,14 +69,14 @@ def _exposed(comparison: Comparison) -> Figure:
     )
 
 
-def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]]:
+def facts(report: Report, on_page: bool = False) -> list[tuple[str, str]]:
     """Return label and value of each fact; `on_page` without those in the page's title and figures."""
-    measured, basis, totals = comparison.measured, comparison.prediction.basis, comparison.totals
+    measured, basis, totals = report.measured, report.prediction.basis, report.totals
     program, info, verified = measured.program, measured.run.info, measured.run.verified
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     parts = f" in {program.slices} slices each" if program.slices > 1 else ""
-    pipes, shown = measured.schedule.layout.num_pipes, [timeline.iteration for timeline in measured.shown]
-    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown and len(shown) > 1 else ""
+    pipes, numbers = measured.schedule.layout.num_pipes, [timeline.iteration for timeline in measured.timelines]
+    warm_up = "" if measured.warm_up is None else f" ({measured.warm_up} is a warm-up)"
     pool_bytes = measured.run.graph_pool_bytes
     pool = "" if pool_bytes is None else f"; its own memory is {bytes_text(pool_bytes)} on the rank with most"
     # Empty values are left out below.
@@ -87,7 +100,7 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
         ("device", info.device or next((record.device for record in measured.records if record), "not known")),
         *((name.replace("_", "-"), version) for name, version in info.versions),
         ("pipelines", (info.num_pipelines or 1) > 1 and f"{info.num_pipelines}, number {measured.pipeline} is shown"),
-        ("iterations" if len(shown) > 1 else "iteration", ", ".join(map(str, shown)) + warm_up),
+        ("iterations" if len(numbers) > 1 else "iteration", ", ".join(map(str, numbers)) + warm_up),
         (
             "CUDA graph",
             info.captured is not None
@@ -101,10 +114,12 @@ def facts(comparison: Comparison, on_page: bool = False) -> list[tuple[str, str]
             ("training step", totals.step_s is not None and seconds_text(totals.step_s)),
         ]
     message = "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s)
-    pairs += [("MFU", _mfu(comparison)), ("message between stages", message)]
+    if totals.mfu is not None and info.peak_flops is not None:
+        peak = f"{info.peak_flops / 1e12:g} TFLOP/s per device ({info.peak_source or 'source not given'})"
+        pairs.append(("MFU", f"{percent_text(totals.mfu)} of {peak}"))
+    pairs.append(("message between stages", message))
     if basis.bytes_per_s:
-        sources = ", ".join(sorted({basis.bytes_source[stage] for stage in basis.bytes_per_s}))
-        pairs.append(("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({sources})"))
+        pairs.append(("link", rate_text(min(basis.bytes_per_s.values()))))
     if verified is not None:
         iterations = counted(verified.iterations, "iteration")
         moved = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
@@ -126,39 +141,44 @@ def hosts(measured: Measured) -> str:
     return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
 
 
-def _mfu(comparison: Comparison) -> str:
-    info, totals = comparison.measured.run.info, comparison.totals
-    if totals.mfu is not None and info.peak_flops is not None:
-        return (
-            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
-            f"({info.peak_source or 'source not given'})"
-        )
-    inputs = {
-        "the device's peak (--bpipe-peak-tflops)": info.peak_flops,
-        "the FLOPs of an iteration": info.flops_per_iteration,
-        "the number of ranks": info.world_size,
-        "the time of a step": totals.step_s,
-    }
-    missing = [name for name, value in inputs.items() if not value]
-    return f"not known, missing: {', '.join(missing)}"
-
-
 def table(report: Report) -> str:
-    comparison = report.comparison
-    lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(comparison)), "")
-    lines += ["", *_stages(comparison.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
+    lines = wrapped("; ".join(f"{label} {value}" for label, value in facts(report)), "")
+    lines += ["", *_stages(report.stages, report.num_pipelines), *wrapped(_LEGEND, "")]
     lines += ["", "largest differences between measurement and prediction:"]
-    for number, difference in enumerate(report.differences, 1):
-        numbers = f"measured {difference.measured_text}, predicted {difference.predicted_text}"
+    largest = differences(report)
+    for number, difference in enumerate(largest, 1):
+        numbers = f"measured {difference.text(difference.measured)}, predicted {difference.text(difference.predicted)}"
         lines += wrapped(f"{number}. {difference.what}: {'; '.join([numbers, *difference.beside])}", "   ")
-    if not report.differences:
+    if not largest:
         lines.append("   none of more than half a percent")
     lines.append("")
-    for answer in report.answers:
+    for answer in answers(report):
         lines += wrapped(answer, "")
-    for note in comparison.measured.notes:
+    for note in report.measured.notes:
         lines += wrapped(f"note: {note}", "  ")
     return "\n".join(lines) + "\n"
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Return the report as plain values whose keys docs/report.md lists. Keys are added, never renamed."""
+    measured, info = report.measured, report.measured.run.info
+    flops = {name: getattr(info, name) for name in ("flops_per_iteration", "peak_flops", "peak_source")}
+    return {
+        "format": "bpipe-report",
+        "version": VERSION,
+        "pipeline": measured.pipeline,
+        "program": write_program(measured.program),
+        "iterations": [timeline.iteration for timeline in measured.timelines],
+        "warm_up_iteration": measured.warm_up,
+        "totals": asdict(report.totals) | flops,
+        "stages": list(map(asdict, report.stages)),
+        "differences": [
+            {**asdict(difference), "beside": list(difference.beside)} for difference in differences(report)
+        ],
+        "answers": list(answers(report)),
+        "verified": measured.run.verified and asdict(measured.run.verified),
+        "notes": list(measured.notes),
+    }
 
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:

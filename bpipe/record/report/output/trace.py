@@ -9,14 +9,14 @@ from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
 def write_trace(measured: Measured) -> str:
     """Write a trace with a process for each rank; unknown ranks are numbered after all others."""
-    first = min(_begin_s(timeline) for timeline in measured.shown)
+    first = min(_begin_s(timeline) for timeline in measured.timelines)
     unknown = 1 + max(rank for rank in measured.ranks if rank is not None)
     tracks = []
     for place, rank in enumerate(measured.ranks):
         slices: list[Slice] = []
         host: list[Span] = []
         levels: list[tuple[float, int]] = []
-        for timeline, lane in lanes_of(measured.shown, place):
+        for timeline, lane in lanes_of(measured.timelines, place):
             offset = _begin_s(timeline) - first
             slices += _slices(lane, timeline.iteration, offset)
             host += _host(lane, timeline, offset)

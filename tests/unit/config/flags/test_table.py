@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from bpipe.cli import COMMANDS, SHELLS, command_of, main, parsers
-from bpipe.config.flags.flag import Flag
-from bpipe.config.flags.launches import words
-from bpipe.config.flags.parser import first_screen
-from bpipe.config.flags.trainer import TRAINER
+from bpipe.cli import COMMANDS, command_of, main, parsers
+from bpipe.config.flags.flag import Flag, first_screen
+from bpipe.config.flags.trainer import TRAINER, words
 from bpipe.reference import pages
 from megatron.scheduling.options.flags import add_arguments
 
@@ -70,25 +67,3 @@ def test_words_come_back_as_values() -> None:
 @pytest.mark.parametrize("name", pages())
 def test_the_reference_is_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == pages()[name], "write it anew: python -m bpipe.reference docs"
-
-
-def test_completion_without_its_package_says_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "shtab" else result(name, *more)
-    )
-    assert main(["--completion", "bash"]) == 2
-    assert 'shtab, which is not installed: pip install -e ".[completion]"' in capsys.readouterr().err
-
-
-def test_completion_is_of_every_command_and_flag(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("shtab")
-    for shell in SHELLS:
-        assert main(["--completion", shell]) == 0
-        script = capsys.readouterr().out
-        for _, flag in rows():
-            assert not flag.names or flag.names.split()[0] in script, (shell, flag.field)

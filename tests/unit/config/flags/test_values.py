@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.config.flags.budgets import read_gib
+from bpipe.config.flags.values import read_gib
 
 
 @pytest.mark.parametrize("text", ["70MB", "70 GiB", "GB", "70GBB", "-1GB", "70,,70", "1e2"])

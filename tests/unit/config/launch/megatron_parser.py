@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from subprocess import run
 from typing import Any
 
-from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
+from bpipe.config.launch.megatron_settings import MegatronSettings
 from bpipe.plan.options import setup_from
 
 YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --eval-interval 100"
@@ -31,7 +31,7 @@ def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]
 
 
 def predicted(launches: Sequence[tuple[int, Sequence[str]]]) -> list[list[str]]:
-    """Return the setup of each launch by its flags, by Megatron's arguments, and by the log of these."""
+    """Return the setup of each launch by its flags, and by Megatron's arguments."""
     return [reading["setups"] for reading in _readings(launches)]
 
 
@@ -52,13 +52,11 @@ def _readings(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, A
     return [json.loads(line.removeprefix("PARSED ")) for line in lines]
 
 
-def _setup(launch: Callable[[], Sequence[str] | MegatronSettings | None], world_size: int) -> str:
+def _setup(launch: Callable[[], Sequence[str] | MegatronSettings], world_size: int) -> str:
     """Return the setup of a launch, or why there is none."""
     nodes = max(1, world_size // 8)
     try:
-        settings = launch()
-        assert settings is not None
-        return repr(setup_from(settings, f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
+        return repr(setup_from(launch(), f"h100-80g:{nodes}x{world_size // nodes}", 50257, "cpu"))
     except ValueError as error:
         return str(error)
 
@@ -78,7 +76,7 @@ def main() -> None:
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, 8))
         )
         sys.argv = ["pretrain_gpt.py", *YOURS.split(), *flags]
-        with contextlib.redirect_stdout(io.StringIO()) as log:
+        with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
             arguments.validate_args(args, {})
         read = {name: getattr(args, name) for name in NAMES.split()}
@@ -95,7 +93,6 @@ def main() -> None:
         read["setups"] = [
             _setup(lambda: sys.argv[1:], world_size),
             _setup(lambda: MegatronSettings.from_args(args), world_size),  # noqa: B023
-            _setup(lambda: read_log(log.getvalue()).settings, world_size),
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
         balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None

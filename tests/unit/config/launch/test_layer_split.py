@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.config.flags.flag import Options
-from bpipe.config.flags.launches import READ
-from bpipe.config.launch.layer_split import layout_text, read_split, split_flags
+from bpipe.config.flags.trainer import READ
+from bpipe.config.launch.layer_flags import layout_text, read_split, split_flags
 from bpipe.config.launch.megatron_command import read_command
 from bpipe.predict.layout import split_layers
 

@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.config.flags.budgets import read_budget
-from bpipe.config.flags.launches import READ, SWITCHED_OFF, argument_of
-from bpipe.config.flags.parser import parser_of_launch
+from bpipe.config.flags.flag import parser_of_launch
+from bpipe.config.flags.trainer import READ, SWITCHED_OFF, argument_of
+from bpipe.config.flags.values import read_budget
 from bpipe.config.launch.megatron_command import Reading, read_command, read_settings
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.megatron_names import REFUSED, WITHOUT_INFLUENCE, names
-from bpipe.config.launch.megatron_settings import MegatronSettings, read_log
+from bpipe.config.launch.megatron_settings import REFUSED, WITHOUT_INFLUENCE, MegatronSettings, names
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY, Setup
@@ -107,7 +106,7 @@ def arguments(**more: object) -> SimpleNamespace:
 
 
 def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> None:
-    """The arguments and the log of every launch with tensor parallelism were refused for it."""
+    """The arguments of every launch with tensor parallelism were refused for it."""
     sizes = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
     settings = MegatronSettings.from_args(arguments(**sizes, expert_tensor_parallel_num_weight_shards=2))
     assert read_settings(settings).options["tensor"] == 2
@@ -116,7 +115,7 @@ def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> 
         read_settings(MegatronSettings.from_args(more))
 
 
-def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
+def test_arguments_are_read_as_the_flags_are() -> None:
     """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
     by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
     args = arguments(
@@ -132,11 +131,6 @@ def test_arguments_and_their_log_are_read_as_the_flags_are() -> None:
         bpipe_memory=read_budget("70"),
     )
     assert read_settings(MegatronSettings.from_args(args)).options == by_flags
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
-    log = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 21}"])
-    settings = read_log(log).settings
-    assert settings is not None
-    assert read_settings(settings).options == by_flags
 
 
 def test_two_pipes_of_arguments_are_counted_as_the_schedule_counts_them() -> None:

@@ -12,7 +12,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.record.read import read_held, read_run
-from bpipe.record.report.compare import Difference
+from bpipe.record.report import findings
 from bpipe.record.report.memory import own_peak, peak_of_rule, rule_by_slice, whole_peaks
 from bpipe.record.report.replay import replay
 from bpipe.record.report.report import report_of
@@ -79,7 +79,7 @@ def test_the_pipeline_that_left_most_is_shown(tmp_path: Path) -> None:
 
 
 def test_one_program_at_a_time(tmp_path: Path) -> None:
-    """A growing batch changes the program: the last one is reported, or that of the requested iteration."""
+    """A growing batch changes the program: the last one is reported."""
     write_run(tmp_path, num_microbatches=8, iterations=(3, 4))
     small = {path.name: path.read_text().splitlines()[1:] for path in tmp_path.glob("record_*")}
     write_run(tmp_path, num_microbatches=16, iterations=(5, 6))
@@ -89,12 +89,6 @@ def test_one_program_at_a_time(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [timeline.iteration for timeline in choose(run).timelines] == [5, 6]
     assert "left out iterations 3, 4" in choose(run).notes[0]
-    measured = choose(run, 4)
-    assert measured.program.num_microbatches == 8
-    assert [timeline.iteration for timeline in measured.shown] == [4]
-    assert [timeline.iteration for timeline in measured.timelines] == [3, 4]
-    with pytest.raises(ValueError, match="iteration 7 is not recorded; recorded are 3, 4, 5, 6"):
-        choose(run, 7)
 
 
 def test_rows_must_be_those_of_the_program(tmp_path: Path) -> None:
@@ -138,14 +132,14 @@ def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
     assert rule.stages[2:] == (StageMemory(0, 0, 0),) * 2
 
 
-def differences(folder: Path, iteration: int | None = None) -> dict[str, Difference]:
-    return {difference.kind: difference for difference in report_of(folder, iteration).differences}
+def differences(folder: Path) -> dict[str, findings.Difference]:
+    return {difference.kind: difference for difference in findings.differences(report_of(folder))}
 
 
 def test_one_slow_micro_batch(tmp_path: Path) -> None:
-    """It shows in the iteration, in its stage's mean, and in what another stage waits."""
-    changes = differences(write_run(tmp_path, slow={(6, "3B7"): 0.06}), 6)
-    assert set(changes) == {"iteration", "backward", "waiting"}
+    """It shows in the iteration, and in its stage's mean."""
+    changes = differences(write_run(tmp_path, slow={(6, "3B7"): 0.06}, iterations=(6,)))
+    assert set(changes) == {"iteration", "backward"}
     assert changes["backward"].what == "stage 3, backward (mean)"
     assert changes["backward"].beside == ("the slowest of 16, 3B7 in iteration 6, took 80 ms",)
 
@@ -161,40 +155,23 @@ def kept(row: dict[str, Any]) -> None:
         row["left_bytes"] += 3_000_000
 
 
-def waits(seconds: float, *actions: str) -> Callable[[dict[str, Any]], None]:
-    def change(row: dict[str, Any]) -> None:
-        if row["action"] in actions:
-            row["wait_s"] = seconds
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("rank", "change", "changes", "kind", "fact"),
+    ("change", "changes", "fact"),
     [
+        (smaller, {"extra_bytes": {4: -3_000_000}}, "micro-batches of 7.6 MiB to 10.5 MiB"),
         (
-            1,
-            waits(0.05, "1LOAD3"),
-            {"iterations": (5,)},
-            "exposed",
-            "the longest of 1 wait, 50 ms, was for 1LOAD3 in iteration 5",
-        ),
-        (4, smaller, {"extra_bytes": {4: -3_000_000}}, "peak", "micro-batches of 7.6 MiB to 10.5 MiB"),
-        (
-            4,
             kept,
             {"extra_bytes": {4: 2_500_000}},
-            "peak",
             "2.9 MiB of saved activations still in memory after the last backward",
         ),
     ],
-    ids=["waits", "smaller", "kept"],
+    ids=["smaller", "kept"],
 )
 def test_what_was_measured_beside_a_difference(
-    tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], changes: dict[str, Any], kind: str, fact: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], changes: dict[str, Any], fact: str
 ) -> None:
-    edit_rows(write_run(tmp_path, **changes), rank, change)
-    assert differences(tmp_path)[kind].beside[-1] == fact
+    edit_rows(write_run(tmp_path, **changes), 4, change)
+    assert differences(tmp_path)["peak"].beside[-1] == fact
 
 
 GIB = 2**30
@@ -250,12 +227,7 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     assert shortage.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
     assert shortage.stages[0].other_bytes == 2 * GIB
     ways = {way.name: (way.need_bytes // GIB, way.fits) for way in shortage.ways}
-    assert ways == {
-        "as it was run": (78, False),
-        "with --bpipe": (60, True),
-        "with --micro-batch-size 1": (28 + 1 + 8 * 3, True),
-        "with --micro-batch-size 1 and --bpipe": (28 + 1 + 5 * 3, True),
-    }
+    assert ways == {"as it was run": (78, False), "with --bpipe": (60, True)}
     printed = text(held(tmp_path / "run"))
     assert (
         "Rank 0 (stage 0 of pipeline 0, node1) ran out of memory: OutOfMemoryError: CUDA out of memory (rank 0)."
@@ -265,7 +237,7 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "report.md").read_text()
     (shown,) = re.findall(r"^```\n( +held  activa-.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert set(shown.splitlines()) - {"..."} <= set(printed.splitlines())
-    assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in printed
+    assert "What fits: with --bpipe." in printed
     assert "note: no forward ran on stage 6, 7:" in printed
     assert all(len(line) <= 120 for line in printed.splitlines())
 
@@ -334,7 +306,6 @@ def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
     assert shortage.stages[0].need_bytes == (28 + 2 + 6 * 6 + 3) * GIB
     ways = {way.name: way.need_bytes for way in shortage.ways}
     assert ways["as it was run"] == (28 + 2 + 6 * 6 + 3) * GIB
-    assert ways["with --micro-batch-size 1"] == (28 + 1 + 6 * 3) * GIB + 3 * GIB // 2
     printed = text(held(tmp_path / "run"))
     in_one_line = " ".join(printed.split())
     assert "Its shard of the output layer holds 3.0 GiB of a micro-batch between its passes" in in_one_line
