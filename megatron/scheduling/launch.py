@@ -137,19 +137,6 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 
     with _or_end():
         config = config_from_args(args)
-    if config.audit is not None:
-        # Not at the top: no other run needs it.
-        from megatron.scheduling.hooks.patches import install
-        from megatron.scheduling.record.audit import StageAudit
-
-        audit = StageAudit(config.audit)
-        installed = install(audit.wraps())
-        try:
-            yield
-            audit.finish()
-        finally:
-            installed.remove()
-        return
     if not config.active:
         yield
         return

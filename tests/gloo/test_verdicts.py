@@ -31,7 +31,7 @@ LAUNCHES = f"""
 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 4
 2 --ffn-hidden-size 129 --num-layers 0
 2 {EXPERTS} --moe-layer-freq 2
-2 --terra-audit 2 --mtp-num-layers 1
+2 --mtp-num-layers 1
 4 --group-query-attention --num-query-groups 3
 4 --bf16 --cpu-offloading-num-layers 1
 2 --global-batch-size 8 {EXPERTS} --moe-router-topk 4 --moe-router-num-groups 2 --moe-router-group-topk 3

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
@@ -34,7 +33,6 @@ BY_TRAINER = {
     "memory": "a budget is planned from Megatron's arguments and learned around its train_step: give "
     f"balance=BalanceConfig(...), as planned by `bpipe simulate --memory`, or {_BY_LAUNCHER} --bpipe-memory",
     "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
-    "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
 
 # Megatron's --timing-log-level from which our timers run: that of events that happen many times per iteration.
@@ -110,9 +108,6 @@ class SchedulingConfig:
 
     logits_per_microbatch: int | None = None
     """Logits of one rank's part of the vocabulary and of the sequence."""
-
-    audit: int | None = None
-    """Micro-batches of each chunk that are compared."""
 
     def __post_init__(self) -> None:
         """Take the balance of `own`. Raises ValueError if `own` contradicts another field."""
@@ -193,7 +188,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
-        audit=args.terra_audit,
     )
 
 
@@ -208,28 +202,9 @@ def _asked(args: Any) -> Requested:
         problems.append(str(error))
     if args.bpipe or own_loop or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own_loop, args.bpipe_strict)
-    problems += _audited(args, own_loop)
     end_where(problems)
     assert asked is not None
     return asked
-
-
-def _audited(args: Any, own: bool) -> Iterator[str]:
-    """Yield the flags that `--terra-audit` does not go with."""
-    if args.terra_audit is None:
-        return
-    installed = find_spec("terra")
-    # In a checkout the folder of the project is there even if the project is not installed.
-    if installed is None or installed.origin is None:
-        yield f"--terra-audit {args.terra_audit}: terra is not installed: pip install torch-terra, or -e terra in a checkout"
-    if args.terra_audit < 2:
-        yield f"--terra-audit {args.terra_audit}: comparing micro-batches needs 2 or more"
-    ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}
-    for flag in (flag for flag, given in ours.items() if given):
-        yield (
-            f"--terra-audit with {flag}: our own operations around a stage would count as the stage's; audit a run "
-            f"of one or two iterations without {flag}, which computes the same"
-        )
 
 
 def _out_of_range(args: Any) -> Iterator[str]:

@@ -98,7 +98,6 @@ ASKED: dict[str, Any] = {
     "metrics_interval": 10,
     "memory": MemoryBudget((None,), True),
     "costs": Costs(()),
-    "audit": 2,
 }
 
 
