@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -38,9 +36,6 @@ class EngineConfig:
 
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
     """Returns the storages that the caller keeps between a shard's forward (S) and its backward (T)."""
-
-    timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
-    """Entered around everything that this rank does for balancing: issuing a transfer and waiting for one."""
 
     shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
     """Whether several slices of a micro-batch share a storage, so that it stays, as planned."""

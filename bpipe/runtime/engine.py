@@ -27,11 +27,6 @@ from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 from bpipe.transport.streams import Pending, Streams, allocated_on, synchronize
 
-# Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
-WAITING = "bpipe-wait"
-ISSUING = {kind: f"bpipe-{kind.name.lower()}" for kind in (Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD)}
-TIMERS = (*ISSUING.values(), WAITING)
-
 
 class Engine:
     """One rank's program over real tensors, iteration after iteration.
@@ -337,7 +332,7 @@ class Engine:
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])
             try:
-                with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
+                with self._ranges.of(action):
                     self._partners.start(action, residency)
             except (RuntimeFault, TransferError):
                 raise
@@ -356,8 +351,7 @@ class Engine:
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
         since = self.recorder.mark() if self.recorder else None
         try:
-            with self._config.timed(WAITING):
-                pending.wait()
+            pending.wait()
         except Exception as error:
             raise self._failure(action, f"did not end (it was {state})", error) from error
         if self.recorder and since is not None:

@@ -103,7 +103,10 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
     asked = [(f"{BASE} {flags}".split(), (1, int(world))) for world, flags in launches]
     wrong, verdicts = [], []
     for number, ((words, (_, world)), answer) in enumerate(zip(asked, judgements_of(asked), strict=True)):
-        folder, judgement = tmp_path / str(number), validation.judgement_from(answer, "")
+        folder, judgement = (
+            tmp_path / str(number),
+            validation.Judgement("", answer["megatron"], tuple(answer["trainer"])),
+        )
         folder.mkdir()
         script = [str(ROOT / "pretrain_gpt.py"), *words]
         outcome = finish(start(world, script, folder, free_ports(1)[0]), folder, 60)

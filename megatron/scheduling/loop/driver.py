@@ -25,7 +25,7 @@ from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.engine import TIMERS, Engine
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
@@ -46,7 +46,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
-from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
+from megatron.scheduling.loop.measurements import FirstMeasured, Waiting, Weighing
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -94,9 +94,7 @@ class Driver:
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
         self._differing = Differing()
-        self._own_time = OwnTime()
         self._weighing: Weighing | None = None
-        self._num_iterations = 0
         # Whether this is the first iteration after one of another program, as it then is on every rank.
         self.changed_over = False
         # The current iteration, as Megatron counts them, and whether it is recorded; the record of the last one.
@@ -120,7 +118,7 @@ class Driver:
         last.
 
         `config` is Megatron's, of the model. Raises ValueError if it asks for what cannot be balanced. Collective over
-        the world in a program's first iteration, and whenever timers are printed.
+        the world in a program's first iteration.
         """
         if not self._engines:
             # Settings that only the model's configuration has; the arguments were checked at the start.
@@ -152,15 +150,15 @@ class Driver:
                 "recorded"
             )
             return
-        self._ended(engine, config.timers)
+        self._ended(engine)
         if engine.recorder is not None:
             assert self._meter is not None
             iteration = iteration_of(engine, self._meter, engine.recorder, program, self._number, begin_s)
             # The CPU's stand-in has no counter and returns 0.
             self.recorded = replace(iteration, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 
-    def _ended(self, engine: Engine, timers: Any) -> None:
-        """Note the peaks of an iteration, and print the lines of its end and timers, which is collective over the world."""
+    def _ended(self, engine: Engine) -> None:
+        """Note the peaks of an iteration, and print the lines of its end."""
         if self._learns:
             # The CPU's stand-in has no counters and returns 0.
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -178,13 +176,6 @@ class Driver:
             for line in lines:
                 say(line, everywhere=True)
         self._weighing = None
-        self._num_iterations += 1
-        if timers is not None:
-            self._own_time.tell(timers)
-            # Megatron prints a fixed list of its own timers; ours come after the loop, as often.
-            interval = self._config.timers_interval
-            if interval is not None and self._num_iterations % interval == 0:
-                timers.log(list(TIMERS), normalizer=interval)
 
     @property
     def running(self) -> bool:
@@ -275,7 +266,6 @@ class Driver:
                 at_once=program.passing.is_megatron,
                 waiting=self._waiting,
                 between=lambda shard: self._between(shard),
-                timed=self._own_time.of,
                 shared=lambda storage: self.slicing is not None and self.slicing.kept.holds(storage),
                 verifier=self._verifier,
                 beside=functools.partial(_streams_of_layers, config),

@@ -1,27 +1,20 @@
-"""What a rank measures: its memory in the first iteration, and seconds for Megatron's timers.
+"""What a rank measures of its memory in the first iteration.
 
 Bytes by place are those of `bpipe.schedule.memory.Memory`: slice j of a stage of k slices is at place stage * k + j.
 Without slices a place is a stage.
 """
 
-import contextlib
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from megatron.core.timers import DummyTimer
 
 from bpipe.balance.pairs import own_bytes
 from bpipe.runtime.capture import find
-from bpipe.runtime.engine import TIMERS
 from bpipe.runtime.meter import Meter, largest_by
 from bpipe.schedule.action import Action, Key, Kind
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
 from bpipe.schedule.schedule import Schedule
-from megatron.scheduling.options.arguments import TIMERS_LEVEL
 
 # By stage and number, which is a micro-batch's or a slice's.
 ByNumber = Mapping[Key, int]
@@ -146,35 +139,3 @@ class Weighing:
             for stage, after in sorted(self._meter.after_input_bytes.items())
             if after >= saved[stage]
         ]
-
-
-class OwnTime:
-    """Seconds of this rank's main thread, by name.
-
-    Megatron's own timers cannot run around a transfer: starting and stopping one waits for the whole device, and thus
-    for the transfer.
-    """
-
-    def __init__(self) -> None:
-        self._spent_s: defaultdict[str, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Count the time spent inside under this name."""
-        begin_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent_s[name] += time.perf_counter() - begin_s
-
-    def tell(self, timers: Any) -> None:
-        """Add the seconds since the last call to Megatron's timers of these names.
-
-        Below their level Megatron returns timers that keep nothing.
-        """
-        for name in TIMERS:
-            if name in self._spent_s:
-                spent_s = self._spent_s.pop(name)
-                timer = timers(name, log_level=TIMERS_LEVEL)
-                if not isinstance(timer, DummyTimer):
-                    timer.set_elapsed(timer.elapsed(reset=False) + spent_s)

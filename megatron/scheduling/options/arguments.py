@@ -35,9 +35,6 @@ BY_TRAINER = {
     "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
 }
 
-# Megatron's --timing-log-level from which our timers run: that of events that happen many times per iteration.
-TIMERS_LEVEL = 2
-
 
 @dataclass(frozen=True)
 class SchedulingConfig:
@@ -96,9 +93,6 @@ class SchedulingConfig:
 
     metrics_interval: int | None = None
     """Iterations between two calls of Megatron's writers."""
-
-    timers_interval: int | None = None
-    """Iterations between two times that our timers are printed, as Megatron prints its own."""
 
     flops_per_microbatch: float | None = None
     """FLOPs of the model for one micro-batch on every pipeline, by Megatron's own count."""
@@ -184,7 +178,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
         last_iteration=args.train_iters or None,
         peak_tflops=args.bpipe_peak_tflops,
         metrics_interval=args.tensorboard_log_interval or None,
-        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
