@@ -46,7 +46,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
-from megatron.scheduling.loop.measurements import FirstMeasured, Waiting, Weighing
+from megatron.scheduling.loop.measurements import FirstMeasured, Waiting
 from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.loop.watermark import Watermark
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -94,7 +94,6 @@ class Driver:
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
         self._differing = Differing()
-        self._weighing: Weighing | None = None
         # Whether this is the first iteration after one of another program, as it then is on every rank.
         self.changed_over = False
         # The current iteration, as Megatron counts them, and whether it is recorded; the record of the last one.
@@ -125,14 +124,7 @@ class Driver:
             upstream.require(config)
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
-        first = not self._engines
         engine = self._active = self._engine(program, config)
-        if first and any(
-            action.kind is Kind.BACKWARD_WEIGHT
-            for slot in engine.schedule.ranks[self.rank]
-            for action in slot.computations
-        ):
-            self._weighing = Weighing(self._waiting, self.device)
         engine.recorder = Recorder(Clock(self.device)) if self._recording else None
         begin_s = time.time()
         try:
@@ -167,15 +159,9 @@ class Driver:
         self._differing.ended(engine, self.rank)
         links = {place: connection.link for place, connection in self._connections.items() if connection.link}
         self._first_iterations.ended(engine, self.rank, links)
-        lines: list[str] = []
-        if self._verifier is not None and self._verifier.first_over:
-            lines += log.verified(self._verifier.certificate, engine, self.rank)
-        if self._weighing is not None:
-            lines += self._weighing.lines()
-        if lines and pipeline_begins_with_rank_0():
-            for line in lines:
+        if self._verifier is not None and self._verifier.first_over and pipeline_begins_with_rank_0():
+            for line in log.verified(self._verifier.certificate, engine, self.rank):
                 say(line, everywhere=True)
-        self._weighing = None
 
     @property
     def running(self) -> bool:
@@ -197,8 +183,6 @@ class Driver:
     def after(self, op: Action, outputs: Tensors = (), inputs: Tensors = (), pieces: Pieces | None = None) -> None:
         engine, self._at = self._engine_now, None
         engine.after(op, outputs, inputs, pieces)
-        if self._weighing is not None:
-            self._weighing.after(op, outputs, inputs)
         grows = op.kind in (Kind.FORWARD, Kind.SHARD_FORWARD)
         if grows and self._watermark is not None and self._meter is not None:
             self._watermark.saw(self._number, op, self._meter, engine, self.program_now)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from bpipe.balance.pairs import own_bytes
-from bpipe.runtime.capture import find
-from bpipe.runtime.meter import Meter, largest_by
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.runtime.meter import largest_by
+from bpipe.schedule.action import Action, Key
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
 from bpipe.schedule.schedule import Schedule
 
@@ -94,48 +93,3 @@ def kept_at_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], kept: 
         max(own_bytes(schedule, rank, Memory(sizes, slices=slices, kept=keys)), default=0) for keys in ((), of_stages)
     )
     return together - alone
-
-
-class Weighing:
-    """Finds stages for which deferring the weights' half of a backward costs more memory than it frees, on one rank.
-
-    Between I and W a micro-batch holds the inputs of its linear layers and the gradients of their outputs, but no longer
-    the rest of what its forward saved. With tensor and sequence parallelism, with attention that saves little, or with
-    recomputation, the former is larger. If a graph cannot be walked, nothing is said: it trains all the same.
-    """
-
-    def __init__(self, waiting: Waiting, device: torch.device) -> None:
-        self._waiting = waiting
-        self._device = device
-        self._meter: Meter | None = Meter()
-
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
-        """Measure after a computation; of a forward, `outputs` are the stage's and `inputs` what it received."""
-        if self._meter is None:
-            return
-        if op.kind is Kind.FORWARD:
-            try:
-                storages = find([output.grad_fn for output in outputs if output is not None], inputs, self._device)
-            except ValueError:
-                self._meter = None
-                return
-            self._meter.saved(op, storages)
-            return
-        if op.kind is Kind.BACKWARD_INPUT:
-            self._meter.waiting(op, self._waiting(op))
-        self._meter.touched(op)
-        self._meter.sample(0, 0)
-
-    def lines(self) -> list[str]:
-        """Return a line for every stage whose micro-batches hold at least as much after I as before it."""
-        if self._meter is None:
-            return []
-        saved = self._meter.saved_bytes
-        return [
-            f"stage {stage}: between the halves of its backward a micro-batch holds {after / 1e6:.4g} MB, but its "
-            f"forward saved only {saved[stage] / 1e6:.4g} MB: deferring the weight half costs more memory than it "
-            "frees. With --bpipe-keep-weights-halves none the whole backward runs at once and holds nothing in "
-            "between"
-            for stage, after in sorted(self._meter.after_input_bytes.items())
-            if after >= saved[stage]
-        ]
