@@ -1,4 +1,4 @@
-"""Output of trainings besides losses: reports that cannot be written, writers, profiles, and a single stage. No bit of the
+"""Output of trainings besides losses: reports that cannot be written, profiles, and a single stage. No bit of the
 training changes."""
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.retention import Share
 from bpipe.runtime.run_record import iteration_of, summary_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
@@ -87,9 +86,8 @@ class Driver:
         self._further: list[Closable] = []
         self.links: list[MeasuredLink] = []
         self._learns = config.memory is not None and config.memory.learns
-        # Memory is measured for a report, for Megatron's writers, or to learn a budget.
-        self._tells = config.report is not None or config.metrics_interval is not None
-        self._meter = Meter(keeps_inputs=own is None) if self._tells or self._learns else None
+        # Memory is measured for a report, or to learn a budget.
+        self._meter = Meter(keeps_inputs=own is None) if config.report is not None or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
@@ -320,12 +318,6 @@ class Driver:
         return self.halves.storages(backward.key)
 
     @property
-    def reached(self) -> tuple[int, tuple[Share, ...]]:
-        """The most bytes that the last iteration held, and the share of each stage that moves."""
-        assert self._meter is not None, "nobody measures"
-        return self._meter.peak_bytes, tuple(self._engines[self.program_now].shares.values())
-
-    @property
     def program_now(self) -> ScheduleConfig:
         """The configuration that ran last."""
         assert self._program is not None, "no iteration was run"
@@ -368,7 +360,7 @@ class Driver:
     def learned(self, balance: BalanceConfig | None) -> None:
         """Stop learning, and balance so from the next iteration on, on every rank; None: as before."""
         self.balance, self._learns = balance or self.balance, False
-        if not self._tells:
+        if self._config.report is None:
             self._meter = None
             for engine in self._engines.values():
                 engine.stop_measuring()
@@ -376,12 +368,6 @@ class Driver:
     def note(self, iteration: int, recording: bool) -> None:
         """Set the number of the next iteration, as Megatron counts them, and whether it is recorded."""
         self._number, self._recording, self.recorded = iteration, recording, None
-
-    def tell_nobody(self) -> None:
-        """Measure only for a budget that is learned: Megatron has no writers."""
-        self._tells = False
-        if not self._learns:
-            self._meter = None
 
     def failed(self, error: Exception) -> None:
         """Record what was held when a training step ended with this error."""

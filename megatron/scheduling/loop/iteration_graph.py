@@ -5,7 +5,6 @@ Megatron's wrapper runs iterations, captures the next one, and replays it from t
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -14,18 +13,13 @@ from bpipe.balance.config import BalanceConfig
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
 
-# By graph. Replays do not change it, and to ask for it walks all of the allocator's memory.
-_POOL_BYTES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
 
 def graph_pool_bytes() -> int | None:
     """Return the bytes of the memory that only the CUDA graph of a training iteration uses; None without one."""
     graph = FullCudaGraphWrapper.cuda_graph["training"]
     if graph is None:
         return None
-    if graph not in _POOL_BYTES:
-        _POOL_BYTES[graph] = sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(graph.pool()))
-    return _POOL_BYTES[graph]
+    return sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(graph.pool()))
 
 
 class Recapture:

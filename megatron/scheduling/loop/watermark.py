@@ -105,13 +105,12 @@ def _to_come(optimizers: Iterable[Any]) -> int | None:
 
 
 class Guard:
-    """Writes for one purpose, such as "recording", whose first error stops that purpose instead of the training.
+    """Writes the record, whose first error stops the recording instead of the training.
 
     Only a rank's own work may run here: if one rank stops, the others do not.
     """
 
-    def __init__(self, purpose: str) -> None:
-        self._purpose = purpose
+    def __init__(self) -> None:
         self.open = True
 
     def run(self, act: Callable[[], None], place: Path | str) -> None:
@@ -123,12 +122,12 @@ class Guard:
         except Exception as error:
             self.open = False
             # If a disk is full, it is full for many ranks: the first speaks for all.
-            if first_to_say(self._purpose):
+            if first_to_say("recording"):
                 os_error = error.strerror if isinstance(error, OSError) else None
                 reason = os_error or f"{type(error).__name__}: {error}"
                 print(
-                    f"bpipe: rank {dist.get_rank()}: {place}: {reason}; {self._purpose} stops on ranks with this "
-                    "error, training continues",
+                    f"bpipe: rank {dist.get_rank()}: {place}: {reason}; recording stops on ranks with this error, "
+                    "training continues",
                     flush=True,
                 )
 
@@ -140,7 +139,7 @@ class Watermark:
         self.folder = self._path = folder
         self._config = config
         # All that is written to this folder stops together.
-        self.guard = Guard("recording")
+        self.guard = Guard()
         self._most = -1
 
     def begin(self, run: str, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:

@@ -29,7 +29,6 @@ BY_TRAINER = {
     "report": _OF_REPORT,
     "report_iterations": _OF_REPORT,
     "peak_tflops": _OF_REPORT,
-    "metrics_interval": _OF_REPORT,
     "memory": "a budget is planned from Megatron's arguments and learned around its train_step: give "
     f"balance=BalanceConfig(...), as planned by `bpipe simulate --memory`, or {_BY_LAUNCHER} --bpipe-memory",
     "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
@@ -90,9 +89,6 @@ class SchedulingConfig:
 
     peak_tflops: float | None = None
     """Peak of one device, for the MFU; by default from a table of devices."""
-
-    metrics_interval: int | None = None
-    """Iterations between two calls of Megatron's writers."""
 
     flops_per_microbatch: float | None = None
     """FLOPs of the model for one micro-batch on every pipeline, by Megatron's own count."""
@@ -177,7 +173,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
         # Unknown if the length is given in samples, as batches may have several sizes.
         last_iteration=args.train_iters or None,
         peak_tflops=args.bpipe_peak_tflops,
-        metrics_interval=args.tensorboard_log_interval or None,
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),

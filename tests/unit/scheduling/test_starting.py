@@ -95,7 +95,6 @@ ASKED: dict[str, Any] = {
     "report": "runs/mine",
     "report_iterations": (3, 5),
     "peak_tflops": 989.0,
-    "metrics_interval": 10,
     "memory": MemoryBudget((None,), True),
     "costs": Costs(()),
 }
