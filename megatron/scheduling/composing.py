@@ -7,9 +7,8 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
 from megatron.scheduling.loop.halves import ask
-from megatron.scheduling.loop.iteration_graph import Recapture
-from megatron.scheduling.loop.megatron_loops import Hooks
-from megatron.scheduling.loop.watermark import Watermark
+from megatron.scheduling.loop.measurements import Watermark
+from megatron.scheduling.loop.megatron_loops import Hooks, Recapture
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import wraps_of
 from megatron.scheduling.record.run_report import Reporter

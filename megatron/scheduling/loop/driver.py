@@ -24,7 +24,7 @@ from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
-from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.config import EngineConfig, refuse_standstill
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
@@ -45,13 +45,9 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
-from megatron.scheduling.loop.measurements import FirstMeasured, Waiting
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
-from megatron.scheduling.loop.watermark import Watermark
-from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.pipelines import pipelines
-from megatron.scheduling.slices.state import Slicing
-from megatron.scheduling.start.refusals import differ, refuse
+from megatron.scheduling.loop.measurements import FirstMeasured, Waiting, Watermark
+from megatron.scheduling.options.arguments import SchedulingConfig, differ, refuse
+from megatron.scheduling.slices.stages import Slicing
 
 # If anything is guarded, transfers are checked in this many first iterations, unless a flag says otherwise.
 GUARDED_ITERATIONS = 2
@@ -282,7 +278,7 @@ class Driver:
         if not moves_anything(schedule):
             return {}
         connected = {link.ranks for link in self.links}
-        ways = pipelines(self._config.positions)
+        ways = self._config.positions.pipelines()
         connections, links, table = connect_pairs(schedule, ways, self._transfers, self.device, connected)
         self._connections |= connections
         if links:

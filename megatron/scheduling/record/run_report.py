@@ -20,12 +20,10 @@ from bpipe.runtime.failures import Failure
 from bpipe.runtime.run_record import RunRecord, peak_of
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.iteration_graph import graph_pool_bytes
 from megatron.scheduling.loop.log import say
-from megatron.scheduling.loop.megatron_loops import as_list
-from megatron.scheduling.loop.watermark import Watermark, held
+from megatron.scheduling.loop.measurements import Watermark, held
+from megatron.scheduling.loop.megatron_loops import as_list, graph_pool_bytes
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.pipelines import pipelines
 
 
 class Reporter:
@@ -81,7 +79,7 @@ class Reporter:
             peak_flops=peak.flops_per_s if peak else None,
             peak_source=peak.source if peak else None,
         )
-        ways, place = pipelines(config.positions), config.positions.here()
+        ways, place = config.positions.pipelines(), config.positions.here()
         record = RunRecord(self._folder, info, ways, place=place, device=name, limit_bytes=limit_bytes)
         self._guard.run(record.clear, record.path)
         begin = functools.partial(self._watermark.begin, record.run, record.pipeline, name, limit_bytes)

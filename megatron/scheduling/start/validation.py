@@ -32,12 +32,12 @@ from unittest.mock import patch
 import torch
 
 from bpipe.config.launch.megatron_names import without
+from bpipe.runtime.config import refuse_standstill
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.program import Exchange
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
 from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage

@@ -22,10 +22,10 @@ from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.iteration_graph import Recapture
 from megatron.scheduling.loop.log import FirstIterations
-from megatron.scheduling.loop.megatron_loops import Hooks
+from megatron.scheduling.loop.megatron_loops import Hooks, Recapture
 from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.positions import Positions
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -156,7 +156,7 @@ def check_a_run_that_would_deadlock_is_refused() -> None:
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.loop.driver.connect_pairs", return_value=connected),
-        mock.patch("megatron.scheduling.loop.driver.pipelines", return_value=[range(10)]),
+        mock.patch.object(Positions, "pipelines", return_value=[range(10)]),
         mock.patch("megatron.scheduling.loop.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match=r"with --bpipe-sync-transfers, ranks can wait for each other for ever: drop"),
@@ -197,7 +197,7 @@ def check_a_graph_is_dropped_when_its_iteration_changes_and_when_it_is_of_anothe
     wrapper: Any = SimpleNamespace(reset_cuda_graph=dropped.append)
     recapture = Recapture(SimpleNamespace(balance=None))  # type: ignore[arg-type]
     with (
-        mock.patch("megatron.scheduling.loop.iteration_graph.say"),
+        mock.patch("megatron.scheduling.loop.megatron_loops.say"),
         mock.patch.dict(FullCudaGraphWrapper.cuda_graph, training=object()),
     ):
         for number, evaluates, num_dropped in ((4, 0, 1), (4, 0, 1), (2, 1, 1), (8, 0, 2), (8, 0, 2)):

@@ -18,13 +18,13 @@ from bpipe.transport.host_memory import Buffers
 from megatron.scheduling.loop import log
 from megatron.scheduling.loop.log import MOST_TOLD, Differing, sufficiency
 from megatron.scheduling.loop.measurements import (
+    Besides,
     FirstMeasured,
     kept_at_peak,
     latest_by_place,
     most_by_place,
     moved_by_place,
 )
-from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, devices_of, measure_process
 from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, joined
 
