@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime import RuntimeFault, TransferError
 from bpipe.schedule.action import Action, Kind
 from bpipe.transport.distributed import Distributed
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import BufferLayout
 from bpipe.transport.one_sided import OneSidedCopies, Transport
 from bpipe.transport.streams import Done, Pending, Streams
 

@@ -5,9 +5,9 @@ Its own node's memory is one of those that it evicts to, under its own rank, and
 
 from collections.abc import Mapping
 
+from bpipe.runtime import TransferError
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.errors import TransferError
 from bpipe.runtime.evictor import Evictor, Wait
 from bpipe.runtime.retention import Kept
 from bpipe.schedule.action import TRANSFER, Action, Key, Kind

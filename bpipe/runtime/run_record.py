@@ -19,9 +19,9 @@ from bpipe.record.report.memory import own_peak, peak_of_rule
 from bpipe.record.write import append, write_whole
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
+from bpipe.runtime.evictor import Unmoved
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.sizing import Unmoved
 from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import Memory
 from bpipe.transport.connect import Location, MeasuredLink

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.transport.control import Control, Subject, Works
-from bpipe.transport.layout import Sizes, offsets
+from bpipe.transport.memory import Sizes, offsets
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512

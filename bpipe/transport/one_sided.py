@@ -14,8 +14,7 @@ import torch
 from bpipe.transport.control import Control, Subject, Works
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.host_memory import Budget
-from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.memory import BufferLayout, Lender, Region, Sizes, own_memory
 from bpipe.transport.streams import CopyLane, Device, Done, Pending
 
 

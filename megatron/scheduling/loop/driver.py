@@ -23,10 +23,10 @@ from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
+from bpipe.runtime import RuntimeFault
 from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.config import EngineConfig, refuse_standstill
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.meter import Meter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices.cuts import Cutting
 from megatron.scheduling.slices.key_value_cache import KeptKeys

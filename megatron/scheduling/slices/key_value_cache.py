@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.action import Key
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.slices.cuts import Cutting

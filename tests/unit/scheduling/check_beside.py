@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from bpipe.schedule.schedule import Schedule

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bpipe.config.flags.values import slice_lengths
 from bpipe.predict.slice_lengths import even_bounds
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches

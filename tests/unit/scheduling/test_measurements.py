@@ -10,9 +10,9 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
+from bpipe.runtime.evictor import Sizing, Unmoved
 from bpipe.runtime.links import host_buffers
-from bpipe.runtime.sizing import Sizing, Unmoved
 from bpipe.schedule.memory import KeptMemory, peak_counts
 from bpipe.transport.host_memory import Buffers
 from megatron.scheduling.loop import log
