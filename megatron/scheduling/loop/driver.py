@@ -224,8 +224,6 @@ class Driver:
         engine = self._engines.get(program)
         if engine is None:
             schedule = built(program)
-            for line in log.grouped(program, schedule):
-                say(line)
             if self._config.balance:
                 for line in () if self._engines else self._config.plan:
                     say(line)
