@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from bpipe.runtime import RuntimeFault, TransferError
-from bpipe.runtime.acceptor import LendingAcceptor
 from bpipe.runtime.capture import find
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.evictor import Sizing
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.partners import Partners
+from bpipe.runtime.partners import LendingAcceptor, Partners
 from bpipe.runtime.recorder import Ranges, Recorder
 from bpipe.runtime.retention import Kept, Share
 from bpipe.schedule.action import READING, Action, Kind

@@ -1,5 +1,5 @@
 """The evictor's role of a rank: send micro-batches' activations away and bring them back, in place. The other role is
-`acceptor`.
+`partners`.
 
     HERE --evict--> LEAVING --sent--> AWAY --load--> COMING --received--> HERE
 

@@ -19,8 +19,8 @@ from bpipe.schedule.layout import EVEN, SliceLengths
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.slices import attention, losses
+from megatron.scheduling.slices.attention import KeptKeys
 from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, SequenceSlice, joined
-from megatron.scheduling.slices.key_value_cache import KeptKeys
 from megatron.scheduling.slices.losses import ExpertLosses
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 

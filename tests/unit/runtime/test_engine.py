@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from bpipe.runtime import RuntimeFault, TransferError
-from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.partners import ReceivingAcceptor
 from bpipe.runtime.recorder import Recorder, name_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check

@@ -27,7 +27,7 @@ from bpipe.runtime import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention, cuts, key_value_cache, stages
+from megatron.scheduling.slices import attention, cuts, stages
 from megatron.scheduling.slices.stages import Slicing, attention_share, bounds_of
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
@@ -525,7 +525,7 @@ def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> Non
         return _attended(query, key, value)
 
     of_cutting = cuts.Cutting(even_bounds(LENGTH, 2))
-    run, layer = attention._engines_attention(key_value_cache.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
+    run, layer = attention._engines_attention(attention.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
     own = torch.ones(48, 1, 2, 8)
     for number in (0, 1):
         with of_cutting.at(number):
