@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
-from bpipe.transport.control import Control, Subject
 from bpipe.transport.distributed import (
+    Control,
     Distributed,
     Headed,
     PairGroups,
+    Subject,
     abort_groups,
     destroy_groups,
     gathered,

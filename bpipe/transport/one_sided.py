@@ -11,8 +11,7 @@ from typing import Literal
 
 import torch
 
-from bpipe.transport.control import Control, Subject, Works
-from bpipe.transport.distributed import Distributed
+from bpipe.transport.distributed import Control, Distributed, Subject, Works
 from bpipe.transport.host_memory import Budget
 from bpipe.transport.memory import BufferLayout, Lender, Region, Sizes, own_memory
 from bpipe.transport.streams import CopyLane, Device, Done, Pending

@@ -178,7 +178,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     problems = [] if Positions.of(own.layout).native else reasons_of(PLACED, args, asked_by(args))
     if own.vocabulary is not Vocabulary.WHOLE:
         # Not at the top: reading the flags needs no torch.
-        from bpipe.runtime.vocabulary import Rows
+        from bpipe.runtime.shards import Rows
 
         problems += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         try:

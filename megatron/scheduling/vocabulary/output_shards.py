@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from bpipe.config.features.feature import Settings
 from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED
-from bpipe.runtime.vocabulary import Rows
+from bpipe.runtime.shards import Rows
 from bpipe.transport.distributed import gather_into
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight

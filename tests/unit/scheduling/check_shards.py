@@ -15,8 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
-from bpipe.runtime.shards import EarlyShard
-from bpipe.runtime.vocabulary import Rows
+from bpipe.runtime.shards import EarlyShard, Rows
 from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.halves import Halves
