@@ -68,7 +68,7 @@ class Reporter:
         on_cpu = device.type == "cpu"
         name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
         limit_bytes = None if on_cpu else int(torch.cuda.get_device_properties(device).total_memory)
-        peak = peak_of(name, config.peak_tflops)
+        peak_flops, peak_source = peak_of(name, config.peak_tflops)
         info = RunInfo(
             balanced=config.balance is not None,
             synchronous=config.transfers.synchronous,
@@ -76,8 +76,8 @@ class Reporter:
             torch=str(torch.__version__),
             megatron_core=megatron.version,
             megatron_core_path=str(megatron.place),
-            peak_flops=peak.flops_per_s if peak else None,
-            peak_source=peak.source if peak else None,
+            peak_flops=peak_flops,
+            peak_source=peak_source,
         )
         ways, place = config.positions.pipelines(), config.positions.here()
         record = RunRecord(self._folder, info, ways, place=place, device=name, limit_bytes=limit_bytes)
