@@ -18,7 +18,6 @@ from bpipe.schedule.families.families import (
     families_with_shards,
 )
 from bpipe.schedule.families.family import TAKEN, Family, FamilyOptions
-from bpipe.schedule.families.turns import groups_of
 from bpipe.schedule.families.unit_grid import Order, place
 from bpipe.schedule.files.text import header, read_csv, write_rows
 from bpipe.schedule.hosts import PAIR
@@ -241,7 +240,7 @@ def _recipe(config: ScheduleConfig) -> tuple[Schedule, BalanceConfig | None]:
                 raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
         return schedule, config.balance if schedule.hosts is None else None
     if config.limit is not None:
-        return _made_for(config, config.limit)[1], config.balance
+        return _made_for(config, config.limit), config.balance
     return _usual(config), config.balance
 
 
@@ -286,13 +285,8 @@ def _usual_orders(config: ScheduleConfig) -> Sequence[Order]:
     return sharded(*config._sizes, config, config.layout)
 
 
-def groups_for_bound(config: ScheduleConfig) -> tuple[int, ...] | None:
-    """Return the groups chosen for the bound, None if there was nothing to choose; ValueError if no order keeps it."""
-    return None if config.limit is None else _made_for(config, config.limit)[0]
-
-
 @lru_cache(maxsize=16)
-def _made_for(config: ScheduleConfig, bound: int) -> tuple[tuple[int, ...], Schedule]:
+def _made_for(config: ScheduleConfig, bound: int) -> Schedule:
     """Return the fastest of the family's orders for a bound that pairs can keep; ValueError if there is none."""
     family = FAMILIES[config.schedule]
     staying = config.balance is not None and config.balance.buffers_stay
@@ -302,13 +296,13 @@ def _made_for(config: ScheduleConfig, bound: int) -> tuple[tuple[int, ...], Sche
     else:
         assert family.sharded_within is not None, f"{family.name} has no orders with shards for a bound"
         candidates = family.sharded_within(*config._sizes, bound, config, config.layout)
-    for groups, orders in candidates:
+    for _, orders in candidates:
         schedule = place(_name(config), config.num_microbatches, config.layout, orders)
         if keeps_bound(schedule, bound, staying):
-            return groups, schedule
+            return schedule
     usual, group = _usual(config), family.usual_group(config.num_ranks)
     if keeps_bound(usual, bound, staying):
-        return groups_of(config.num_microbatches, min(group, config.num_microbatches)), usual
+        return usual
     evened = balance(usual)
     (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
     raise ValueError(

@@ -36,28 +36,20 @@ def run(options: Options) -> int:
         for line in judgement.trainer
         if not any(f": {feature.reason}; " in line for feature in features)
     ]
-    refusals += [("messages between stages", line) for line in judgement.messages or ()]
     features = [*(Feature(name, lambda _: True, reason, "") for name, reason in refusals), *features]
     state = worst(features)
     if options.format == "json":
-        judged = {
-            "judged_by": judgement.by,
-            "unknown_flags": list(judgement.unknown or ()),
-            "messages": None if judgement.messages is None else list(judgement.messages),
-        }
+        judged = {"judged_by": judgement.by, "unknown_flags": list(judgement.unknown or ())}
         print_json({"state": state.value, **judged, "features": [_values(feature) for feature in features]})
     else:
         if features:
             rows = [(feature.state.value, feature.name, feature.reason, feature.remedy) for feature in features]
             tell(table(("state", "feature", "reason", "way out"), rows))
-        tell(judgement.by, *([_IN_ORDER] if judgement.messages == () else ()))
+        tell(judgement.by)
         tell(f"this launch is {state.value}{_MEANS[state]}")
     return 2 if state is State.REFUSED else 0
 
 
-_IN_ORDER = (
-    "no message between stages is taken for another, and no rank waits for ever, by the order of NCCL's messages"
-)
 _MEANS = {
     State.SUPPORTED: ": none of its flags is guarded or refused (docs/supported.md)",
     State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.action import Action, Key
 
 # Bytes multiplied at once: what a CPU's cache holds, and on a device enough for its memory to be the limit.

@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bpipe.runtime.acceptor import LendingAcceptor
+from bpipe.runtime import RuntimeFault, TransferError
 from bpipe.runtime.capture import find
 from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime.evictor import Sizing
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.partners import Partners
-from bpipe.runtime.ranges import Ranges
-from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.partners import LendingAcceptor, Partners
+from bpipe.runtime.recorder import Ranges, Recorder
 from bpipe.runtime.retention import Kept, Share
-from bpipe.runtime.sizing import Sizing
 from bpipe.schedule.action import READING, Action, Kind
 from bpipe.schedule.host_buffers import Residencies
 from bpipe.schedule.program import Step, one_by_one, steps
@@ -26,11 +24,6 @@ from bpipe.schedule.schedule import Schedule, computed_together
 from bpipe.transport.cuda_runtime import is_capturing
 from bpipe.transport.one_sided import Transport
 from bpipe.transport.streams import Pending, Streams, allocated_on, synchronize
-
-# Names of the timers of an engine's own time: issuing each kind of transfer, and waiting for one.
-WAITING = "bpipe-wait"
-ISSUING = {kind: f"bpipe-{kind.name.lower()}" for kind in (Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD)}
-TIMERS = (*ISSUING.values(), WAITING)
 
 
 class Engine:
@@ -337,7 +330,7 @@ class Engine:
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])
             try:
-                with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
+                with self._ranges.of(action):
                     self._partners.start(action, residency)
             except (RuntimeFault, TransferError):
                 raise
@@ -356,8 +349,7 @@ class Engine:
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
         since = self.recorder.mark() if self.recorder else None
         try:
-            with self._config.timed(WAITING):
-                pending.wait()
+            pending.wait()
         except Exception as error:
             raise self._failure(action, f"did not end (it was {state})", error) from error
         if self.recorder and since is not None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime import RuntimeFault, TransferError
 from bpipe.runtime.stage import Messages, Shards, Stage, Tensors
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.dependencies import NOTHING, Dependencies

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bpipe.runtime.errors import TransferError
+from bpipe.runtime import TransferError
 
 # Seconds between two looks at the store: short enough for a person, long enough for a store with thousands of ranks.
 _LOOK_S = 1.0

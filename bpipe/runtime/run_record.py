@@ -30,9 +30,9 @@ from bpipe.record.format import (
 from bpipe.record.report.memory import own_peak, peak_of_rule
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
+from bpipe.runtime.evictor import Unmoved
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.sizing import Unmoved
 from bpipe.schedule.action import Kind
 from bpipe.schedule.memory import Memory
 from bpipe.transport.connect import Location, MeasuredLink
@@ -173,22 +173,14 @@ def summary_of(
     )
 
 
-@dataclass(frozen=True)
-class PeakFlops:
-    """Dense 16-bit FLOP/s of one device, for the MFU, and their source."""
-
-    flops_per_s: float
-    source: str
-
-
-def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
-    """Return the peak that the user gave, or the one of the device table; None without either."""
+def peak_of(device_name: str, given_tflops: float | None) -> tuple[float | None, str | None]:
+    """Return the dense 16-bit FLOP/s of one device, for the MFU, and their source: the user, or the table of devices."""
     if given_tflops is not None:
-        return PeakFlops(given_tflops * 1e12, "--bpipe-peak-tflops")
+        return given_tflops * 1e12, "--bpipe-peak-tflops"
     for device in DEVICES.values():
         if device.name.split("-")[0] in device_name.lower():
-            return PeakFlops(device.peak_flops_per_s, f"{device.source}, dense 16-bit")
-    return None
+            return device.peak_flops_per_s, f"{device.source}, dense 16-bit"
+    return None, None
 
 
 class RunRecord:

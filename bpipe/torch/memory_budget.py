@@ -23,14 +23,14 @@ from bpipe.config.flags.values import read_gib
 from bpipe.plan.budget import Devices, Fit, OverBudget, one_budget_a_rank, within
 from bpipe.predict.memory import DeviceBesides
 from bpipe.runtime.capture import Claims, find
+from bpipe.runtime.evictor import parts_of
 from bpipe.runtime.graph import plain_tensors
-from bpipe.runtime.sizing import parts_of
 from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import Memory as SizesOfStages
 from bpipe.schedule.memory import memory_of, moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.distributed import gathered
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import BufferLayout
 
 # What all micro-batches share may count as the first one's own.
 _MICROBATCHES = 2

@@ -53,12 +53,12 @@ class StepRecord:
         self._folder, self._steps, self._program = Path(folder), range(first, last + 1), program
         self._device, self._parts = device, [stage.submod for stage in stages]
         name = "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
-        peak = peak_of(name, None)
+        peak_flops, peak_source = peak_of(name, None)
         info = RunInfo(
             balanced=program.balance is not None,
             torch=str(torch.__version__),
-            peak_flops=None if peak is None else peak.flops_per_s,
-            peak_source=None if peak is None else peak.source,
+            peak_flops=peak_flops,
+            peak_source=peak_source,
         )
         self._place = int(stages[0].group_rank)
         limit_bytes = total_bytes(device) or None

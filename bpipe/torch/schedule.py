@@ -31,9 +31,18 @@ from bpipe.schedule.files.text import write_csv
 from bpipe.schedule.memory import moves_anything
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.calls import ReceiveBuffers, StepCalls
-from bpipe.torch.checks import refuse_split_recomputation, refuse_standstill, why_unmoved
 from bpipe.torch.memory_budget import Memory, RankBudgets, everywhere, weigh
-from bpipe.torch.orders import KIND_OF, Source, config_of, refuse_other_places, refuse_unrunnable, torch_orders
+from bpipe.torch.orders import (
+    KIND_OF,
+    Source,
+    config_of,
+    refuse_other_places,
+    refuse_split_recomputation,
+    refuse_standstill,
+    refuse_unrunnable,
+    torch_orders,
+    why_unmoved,
+)
 from bpipe.torch.record import StepRecord
 from bpipe.torch.upstream import (
     Computation,

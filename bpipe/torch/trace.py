@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
-from bpipe.runtime.checkpoints import Regions
-from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
+from bpipe.runtime.graph import Regions, nodes_of, saved_names, saved_tensors
 from bpipe.schedule.families.families import default_family
 from bpipe.schedule.hosts import PAIR
 from bpipe.schedule.schedule import Schedule

@@ -29,8 +29,19 @@ import torch.distributed as dist
 
 from bpipe.schedule.action import SHARDS, Action, Kind
 from bpipe.schedule.program import Message
-from bpipe.transport.control import Control, Shapes, Subject, Works, check_alike, empty, shapes_of
-from bpipe.transport.distributed import gather_into, in_one_call, name_timeout, new_group
+from bpipe.transport.distributed import (
+    Control,
+    Shapes,
+    Subject,
+    Works,
+    check_alike,
+    empty,
+    gather_into,
+    in_one_call,
+    name_timeout,
+    new_group,
+    shapes_of,
+)
 from bpipe.transport.edges import Edges
 from bpipe.transport.streams import CopyLane, Pending
 

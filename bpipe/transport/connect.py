@@ -1,22 +1,31 @@
-"""Connect the pairs of a world, and choose each pair's transport by what its link measures."""
+"""Connect the pairs of a world, and choose each pair's transport by what its link measures.
+
+A trial of a transport checks that what comes back was sent. It runs in a thread and on a stream of its own, so that the run
+goes on without one that hangs.
+"""
 
 from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
-from bpipe.transport.control import Control, Subject
 from bpipe.transport.distributed import (
+    Control,
     Distributed,
     Headed,
     PairGroups,
+    Subject,
     abort_groups,
     destroy_groups,
     gathered,
@@ -25,10 +34,9 @@ from bpipe.transport.distributed import (
     part,
 )
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, memory_limits, read_link, read_text
-from bpipe.transport.memory import DeviceMemory, SharedMemory
+from bpipe.transport.memory import BufferLayout, DeviceMemory, SharedMemory
 from bpipe.transport.one_sided import HostMemory, Peer, Transport
-from bpipe.transport.probe import measure, measure_alone
-from bpipe.transport.streams import CopyLane, Device
+from bpipe.transport.streams import CopyLane, Device, synchronize
 
 TWO_SIDED = ("nccl", "gloo")
 # A one-sided copy takes no compute unit and no time of the partner: worth a somewhat slower link.
@@ -331,3 +339,98 @@ def _find_link(connection: Connection, names: Sequence[str], rank: int, device: 
     link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
     theirs_link = connection.control.exchange(Subject.PROBE, link)
     return MeasuredLink(ranks, **(link if rank < partner else theirs_link))
+
+
+# Ten times what a latency-bound message takes on the slowest link here, a few milliseconds on the fastest.
+PROBE_BYTES = 16 << 20
+PROBES = 4
+# Seconds that an aborted trial may take to end before nobody waits for it any more.
+GRACE_S = 10.0
+
+
+def measure(
+    transport: Transport, control: Control, device: Device, evictor: bool, within_s: float, abort: Callable[[], None]
+) -> tuple[float, str | None]:
+    """Return the link's bytes per second there and back, or why it cannot be used. Both ranks call it.
+
+    Args:
+        transport: What to try.
+        control: The pair's channel for agreeing on the outcome.
+        device: This rank's device.
+        evictor: Whether this rank evicts; the lower rank does.
+        within_s: Time limit in seconds, shorter than that of a watchdog that ends the process.
+        abort: Ends the transport's pending operations.
+    """
+    seconds: list[float] = []
+    errors: list[str] = []
+
+    def trial() -> None:
+        try:
+            with device.apart():
+                seconds.extend(_rounds(transport, device, evictor))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    # A thread of its own: a communicator that is never made blocks its caller, and a copy that never comes the stream. A
+    # daemon: one that hangs must not hold up the end of the process.
+    thread = threading.Thread(target=trial, name="bpipe-probe", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    hangs = thread.is_alive()
+    if hangs:
+        abort()
+        thread.join(GRACE_S)
+    late = f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
+    why = late if hangs else next(iter(errors), None)
+    # What the trial allocated is in the pool of its own stream, where nobody would use it again.
+    device.empty_cache()
+    # The first also connects, allocates and touches pages.
+    speed = 0.0 if why else 2 * PROBE_BYTES / statistics.median(seconds[1:])
+    other = control.exchange(Subject.PROBE, why)
+    if not why and not other:
+        transport.release()
+        return speed, None
+    # Another transport takes over and needs the memory, which is freed only once nobody has it open.
+    if evictor:
+        transport.withdraw()
+    control.exchange(Subject.PROBE, None)
+    if not evictor:
+        transport.withdraw()
+    return speed, why or other
+
+
+def measure_alone(transport: Transport, device: Device) -> float:
+    """Return the bytes per second of a transport into this rank's own memory. Raises what the transport raises."""
+    seconds = _rounds(transport, device, evictor=True)
+    transport.release()
+    return 2 * PROBE_BYTES / statistics.median(seconds[1:])
+
+
+def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
+    """Return the seconds of every round there and back. Raises RuntimeError if other bytes come back."""
+    buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)
+    back = torch.zeros_like(buffer)
+    # One host buffer for one tensor.
+    layout = BufferLayout.of([(0,)], {0: (PROBE_BYTES,)})
+    if evictor:
+        if transport.one_sided:
+            transport.reach(layout)
+        transport.announce({0: (PROBE_BYTES,)}).wait()
+    else:
+        transport.learn()
+        if transport.one_sided and transport.lends:
+            transport.lend(layout.nbytes)
+    seconds = []
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        if evictor:
+            transport.put(0, [buffer]).wait()
+            transport.get(0, [back]).wait()
+        elif not transport.one_sided:
+            transport.host(0, [back]).wait()
+            transport.give_back(0, [back]).wait()
+        synchronize(device.device)
+        seconds.append(time.perf_counter() - begin)
+    if evictor and not torch.equal(buffer, back):
+        raise RuntimeError("received data differs from the data sent")
+    return seconds

@@ -23,8 +23,22 @@ import torch.distributed as dist
 from bpipe.schedule.action import Kind
 from bpipe.schedule.hosts import Pair
 from bpipe.schedule.program import Message
-from bpipe.transport.control import Control, Shapes, Subject, Works, check_alike, empty, shapes_of
-from bpipe.transport.distributed import PairGroups, batched, name_timeout, pair_control, pair_groups, part, try_out
+from bpipe.transport.distributed import (
+    Control,
+    PairGroups,
+    Shapes,
+    Subject,
+    Works,
+    batched,
+    check_alike,
+    empty,
+    name_timeout,
+    pair_control,
+    pair_groups,
+    part,
+    shapes_of,
+    try_out,
+)
 
 # Stage, kind of computation and slice: what these make has the same shape for every micro-batch.
 Sort = tuple[int, Kind, int]

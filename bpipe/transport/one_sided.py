@@ -11,11 +11,9 @@ from typing import Literal
 
 import torch
 
-from bpipe.transport.control import Control, Subject, Works
-from bpipe.transport.distributed import Distributed
+from bpipe.transport.distributed import Control, Distributed, Subject, Works
 from bpipe.transport.host_memory import Budget
-from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.memory import BufferLayout, Lender, Region, Sizes, own_memory
 from bpipe.transport.streams import CopyLane, Device, Done, Pending
 
 

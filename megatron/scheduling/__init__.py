@@ -38,8 +38,7 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
         ValueError: The configuration asks for what needs Megatron's trainer (a report, a budget), or there are two
             pipes without `samples_by_chunk`, because nothing could detect wrong samples.
     """
-    from megatron.scheduling.options.arguments import BY_TRAINER
-    from megatron.scheduling.start.refusals import end_where
+    from megatron.scheduling.options.arguments import BY_TRAINER, end_where
 
     end_where(
         [f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(config, name)]

@@ -7,12 +7,11 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
 from megatron.scheduling.loop.halves import ask
-from megatron.scheduling.loop.iteration_graph import Recapture
-from megatron.scheduling.loop.megatron_loops import Hooks
-from megatron.scheduling.loop.watermark import Watermark
+from megatron.scheduling.loop.measurements import Watermark
+from megatron.scheduling.loop.megatron_loops import Hooks, Recapture
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.chunks import wraps_of
-from megatron.scheduling.record.run_report import Monitor, Reporter
+from megatron.scheduling.record.run_report import Reporter
 from megatron.scheduling.replanning import Learner
 
 
@@ -41,8 +40,6 @@ def install(config: SchedulingConfig, args: Any = None) -> tuple[patches.Install
     reporter = None if watermark is None else Reporter(config, driver, watermark)
     if reporter is not None:
         wraps[patches.TRAIN_STEP] = patches.by_name(reporter.step)
-    elif config.metrics_interval is not None and (config.balance or config.own is not None):
-        wraps[patches.TRAIN_STEP] = patches.by_name(Monitor(config, driver).step)
     if config.memory is not None and config.memory.learns:
         observe, inner = patches.by_name(Learner(config, driver).step), wraps.get(patches.TRAIN_STEP)
         wraps[patches.TRAIN_STEP] = observe if inner is None else lambda step: observe(inner(step))

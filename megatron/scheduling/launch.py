@@ -9,15 +9,20 @@ before it imports Megatron, and is then launched as usual.
 import argparse
 import atexit
 import contextlib
+import difflib
+import os
+import re
 import runpy
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bpipe import extras
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.start import exits, startup
+from megatron.scheduling.start import startup
 
 
 def prepare() -> None:
@@ -57,7 +62,7 @@ def refuse_packed_batches(args: Any) -> None:
         ("--dataloader-inter-document-masking", settings.dataloader_inter_document_masking),
     ):
         if is_set:
-            exits.end(
+            end(
                 f"{flag}: Megatron joins the {rows} packed rows of a micro-batch into one, but "
                 f"its pipeline receives them as {rows}, in a different order; use --micro-batch-size 1 with a longer "
                 "--seq-length"
@@ -70,12 +75,12 @@ def _or_end() -> Iterator[None]:
     try:
         yield
     except (ValueError, upstream.Unfit) as error:
-        exits.end(error)
+        end(error)
     except AttributeError as error:
         # Any other would be a mistake of ours.
         if not isinstance(error.obj, argparse.Namespace):
             raise
-        exits.end(upstream.unfit(f"bpipe: its arguments have no {error.name}"))
+        end(upstream.unfit(f"bpipe: its arguments have no {error.name}"))
 
 
 def _parse(
@@ -86,7 +91,7 @@ def _parse(
     from megatron.scheduling.options.flags import add_arguments
 
     def provider(parser: Any) -> Any:
-        exits.refuse_once(parser)
+        refuse_once(parser)
         return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
     startup.complete_arguments()
@@ -137,28 +142,15 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 
     with _or_end():
         config = config_from_args(args)
-    if config.audit is not None:
-        # Not at the top: no other run needs it.
-        from megatron.scheduling.hooks.patches import install
-        from megatron.scheduling.record.audit import StageAudit
-
-        audit = StageAudit(config.audit)
-        installed = install(audit.wraps())
-        try:
-            yield
-            audit.finish()
-        finally:
-            installed.remove()
-        return
     if not config.active:
         yield
         return
     if config.report is not None:
-        exits.need_folder(config.report)
+        need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
     from megatron.scheduling import composing
-    from megatron.scheduling.placement.embeddings import Refused, refuse_group
+    from megatron.scheduling.placement.chunks import Refused, refuse_group
 
     with _or_end():
         refuse_group(config.positions, given.get("pg_collection"))
@@ -173,7 +165,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     except Refused as error:
         # All ranks refuse at the same point, before any waits for another.
         _leave_process_groups()
-        exits.end(error)
+        end(error)
     except Exception as error:
         first = watch.failed(error)
         if reporter is not None and first is not None:
@@ -183,6 +175,58 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         watch.end()
         # Without an effect after the removal above; otherwise the ending process frees everything itself.
         installed.remove(failed=True)
+
+
+# That of argparse, from all ranks: there are no process groups yet to ask.
+_STATUS = 2
+
+
+def end(reason: object) -> NoReturn:
+    """End the run for a reason that is the same on every rank."""
+    if _rank() == 0:
+        print(f"bpipe: error: {reason}", file=sys.stderr, flush=True)
+    sys.exit(_STATUS)
+
+
+def refuse_once(parser: argparse.ArgumentParser) -> None:
+    """Let a parser print errors on rank 0 only, with the nearest flags to mistyped ones."""
+
+    def error(message: str) -> NoReturn:
+        if _rank() == 0:
+            known = [flag for action in parser._actions for flag in action.option_strings]
+            unknown = re.findall(r"(?<!\S)--?[^\s=]+", message) if message.startswith("unrecognized arguments:") else []
+            for flag in unknown:
+                for near in difflib.get_close_matches(flag, known, n=1):
+                    message += f"\n  instead of {flag}, did you mean {near}?"
+            parser.print_usage(sys.stderr)
+            print(f"\n{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+        sys.exit(_STATUS)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def need_folder(folder: str) -> None:
+    """Make the folder of a report, or end the program if nothing can be written into it.
+
+    Nodes may have different file systems, so the first process of each node prints the error.
+    """
+    try:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        first_node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) == "0"
+        if _rank() == 0 or (not first_node and os.environ.get("LOCAL_RANK") == "0"):
+            where = "" if first_node else f" on {socket.gethostname()}"
+            print(
+                f"bpipe: error: --bpipe-report {folder}: {error.strerror or error}{where}", file=sys.stderr, flush=True
+            )
+        sys.exit(_STATUS)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def main() -> None:

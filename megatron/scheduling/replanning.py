@@ -23,11 +23,10 @@ from bpipe.schedule.schedule import Schedule
 from bpipe.transport.distributed import gathered
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.log import say
-from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.loop.measurements import Besides, FirstMeasured, held
 from megatron.scheduling.loop.megatron_loops import as_list
-from megatron.scheduling.loop.watermark import Besides, held
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.options.budgets import budget_of
+from megatron.scheduling.options.schedule_choice import budget_of
 
 
 @dataclass(frozen=True)

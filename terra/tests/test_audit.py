@@ -17,7 +17,6 @@ import torch.distributed as dist
 import terra
 from terra.audit.compare import compare
 from terra.audit.report import document, text
-from tests import stand_in
 
 Step = Callable[[], Any]
 
@@ -329,20 +328,6 @@ def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
     audit = terra.audit(step)
     assert found(audit) == marked(_Scaled.backward)
     assert [finding.place.backward_of for finding in audit.findings] == ["_ScaledBackward"]
-
-
-def test_what_stands_in_for_torch_hands_its_place_on() -> None:
-    """A stage on a CPU makes its tensors by functions of ours, and all were said to be made there."""
-
-    def step() -> None:
-        stand_in.tensor(1.0)  # is from_python
-
-    recorder = terra.Recorder(through=[stand_in.__file__])
-    with recorder.running():
-        for number in range(2):
-            with recorder.step(number):
-                step()
-    assert found(compare(list(recorder.steps.values()))) == marked(step)
 
 
 def test_beside_a_device_the_host_may_read_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Output of trainings besides losses: reports that cannot be written, writers, profiles, and a single stage. No bit of the
+"""Output of trainings besides losses: reports that cannot be written, profiles, and a single stage. No bit of the
 training changes."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.output.table import table
 from bpipe.record.report.report import report_of
-from bpipe.runtime.ranges import name_of
+from bpipe.runtime.recorder import name_of
 from tests.gloo.compare import same
 from tests.gloo.conftest import Case, Outcome
 from tests.gloo.flags import BPIPE, REPORT

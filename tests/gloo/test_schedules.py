@@ -8,7 +8,6 @@ is loaded into, is poisoned. Each row is a feature of Megatron's; what was held 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -321,29 +320,15 @@ def test_between_the_halves_of_a_backward_less_is_held(trained: Trained, row: Ro
         actions = [dict(zip(line["columns"], values, strict=True)) for values in line["actions"]]
         assert {action["action"].strip("0123456789") for action in actions} == {"F", "I", "W"}
         assert max(action["live_bytes"] for action in actions) == outcome.reports(case)[rank]["peak_bytes"]
-    assert "between the halves" not in outcome.said(case, None)
-
-
-@pytest.mark.parametrize("row", parameters([BY_NAME["full_uniform-zb_h1"]]))
-def test_where_more_is_held_than_was_saved_the_run_says_so(trained: Trained, row: Row) -> None:
-    """What is recomputed is saved by no forward."""
-    printed = trained(row).said(row.ours.name, None)
-    stages = re.findall(
-        r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", printed, re.MULTILINE
-    )
-    assert sorted(stages) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("row", parameters([BY_NAME["quiet-grouped_chosen_balanced"]]))
-def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(trained: Trained, row: Row) -> None:
+def test_an_order_chosen_for_a_bound_keeps_it(trained: Trained, row: Row) -> None:
     outcome = trained(row)
     peaks = [report["peak_microbatches"] for report in outcome.reports(row.ours.name)]
     # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns, as fast,
     # would hold 9 there.
     assert peaks == [8, 8, 8, 8]
-    printed = outcome.said(row.ours.name, None)
-    assert "at most 8 held, bubble 5.9 %" in printed
-    assert printed.count("grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4;") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bpipe.predict.activations import memory_of_setup
 from bpipe.record.read import read_run
 from bpipe.schedule.host_buffers import host_memory_buffers
 from bpipe.schedule.memory import StageMemory, peak_of_order
-from bpipe.transport.layout import ALIGNMENT_BYTES
+from bpipe.transport.memory import ALIGNMENT_BYTES
 from tests.gloo.compare import devices_of, same, setup_of
 from tests.gloo.conftest import Case, Outcome, asked_for, slow_but
 from tests.gloo.flags import BPIPE, FULL, LLAMA, REPORT, SEQUENCE

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.build import build
 from bpipe.record.format import read_program
@@ -34,8 +33,8 @@ FOUR_STAGES = {
         f"m8_{name}": f"{EIGHT} {BPIPE} {flags} {REPORT}"
         for name, flags in {
             "balanced": "",
-            "gloo": "--bpipe-transport gloo --timing-log-level 2",
-            "peer": "--bpipe-transport peer --bpipe-report-iterations 2-3 --tensorboard-dir {folder}/board",
+            "gloo": "--bpipe-transport gloo",
+            "peer": "--bpipe-transport peer --bpipe-report-iterations 2-3",
             "host": "--bpipe-transport host",
             # Only rank 1 holds more than it may.
             "bounds": "--bpipe-transport gloo --bpipe-bound 4,2,4,1",
@@ -47,8 +46,6 @@ FOUR_STAGES = {
         }.items()
     },
     "m8_measured": f"{EIGHT} {MEASURED}",
-    # Nobody asks for a report, and Megatron's writers are told all the same.
-    "m8_told": f"{EIGHT} {BPIPE} --tensorboard-dir {{folder}}/told",
     "m4": "--global-batch-size 8",
     "m4_balanced": f"--global-batch-size 8 {BPIPE} {REPORT}",
     # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
@@ -157,46 +154,6 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
         assert sorted(row["action"] for row in rows if row["slot"] is not None) == moved
         assert all(0 <= row["start_s"] <= row["end_s"] and 0 <= row["wait_s"] <= lines[-1]["elapsed_s"] for row in rows)
         assert max(row["live_bytes"] for row in computed) == four.reports(case)[rank]["peak_bytes"]
-
-
-def test_megatrons_writers_are_told(four: Outcome) -> None:
-    board = EventAccumulator(str(four.folder / "board")).Reload()
-    for stage, report in enumerate(four.reports("m8_peer")):
-        values = [event.value for event in board.Scalars(f"bpipe-activation-bytes/stage-{stage}")]
-        assert len(values) == 3, "one per iteration"
-        assert values[-1] == report["peak_bytes"]
-        assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
-
-
-def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
-    """Of four stages the first sends 3 of 8 micro-batches away."""
-    board, without_report = (EventAccumulator(str(four.folder / name)).Reload() for name in ("told", "board"))
-
-    def last(name: str, of: EventAccumulator = board) -> float:
-        return float(of.Scalars(name)[-1].value)
-
-    for stage, report in enumerate(four.reports("m8_peer")):
-        assert [event.step for event in board.Scalars(f"bpipe-bubble/stage-{stage}")] == [1, 2, 3]
-        assert last(f"bpipe-evictions/stage-{stage}") == report["evictions"] == (0, 3)[stage == 0]
-        assert last(f"bpipe-activation-bytes/stage-{stage}") == report["peak_bytes"]
-        assert last(f"bpipe-moved-bytes/stage-{stage}") == last(f"bpipe-moved-bytes/stage-{stage}", without_report)
-        assert 0 <= last(f"bpipe-bubble/stage-{stage}") < 1
-        assert last(f"bpipe-stayed-bytes/stage-{stage}") == 0
-    assert last("bpipe-moved-bytes/stage-0") > 1_000_000
-    assert last("bpipe-link-gb-per-s/stage-0") > 0
-    assert last("bpipe-moved-fraction/stage-0") == pytest.approx(four.reports("m8_peer")[0]["moved_fraction"])
-    tags = board.Tags()["scalars"]
-    assert not {name for name in tags if "allocator" in name or name == "bpipe-mfu"}, "on a CPU, without a report"
-    assert "bpipe-link-gb-per-s/stage-3" not in tags
-
-
-def test_what_balancing_takes_is_among_megatrons_timers(four: Outcome) -> None:
-    """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement
-    says."""
-    printed = four.said("m8_gloo", None)
-    for name in ("bpipe-evict", "bpipe-load", "bpipe-host", "bpipe-return", "bpipe-wait"):
-        assert len(re.findall(rf"^ +{name} \.*: \(\d+\.\d+, \d+\.\d+\)$", printed, re.MULTILINE)) == 3, printed
-    assert "bpipe-evict" not in four.said("m8_peer", None)
 
 
 def test_evicted_bytes_are_really_freed(four: Outcome) -> None:

@@ -31,7 +31,7 @@ LAUNCHES = f"""
 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 4
 2 --ffn-hidden-size 129 --num-layers 0
 2 {EXPERTS} --moe-layer-freq 2
-2 --terra-audit 2 --mtp-num-layers 1
+2 --mtp-num-layers 1
 4 --group-query-attention --num-query-groups 3
 4 --bf16 --cpu-offloading-num-layers 1
 2 --global-batch-size 8 {EXPERTS} --moe-router-topk 4 --moe-router-num-groups 2 --moe-router-group-topk 3
@@ -103,7 +103,10 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
     asked = [(f"{BASE} {flags}".split(), (1, int(world))) for world, flags in launches]
     wrong, verdicts = [], []
     for number, ((words, (_, world)), answer) in enumerate(zip(asked, judgements_of(asked), strict=True)):
-        folder, judgement = tmp_path / str(number), validation.judgement_from(answer, "")
+        folder, judgement = (
+            tmp_path / str(number),
+            validation.Judgement("", answer["megatron"], tuple(answer["trainer"])),
+        )
         folder.mkdir()
         script = [str(ROOT / "pretrain_gpt.py"), *words]
         outcome = finish(start(world, script, folder, free_ports(1)[0]), folder, 60)

@@ -22,7 +22,7 @@ from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import TorchStages
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
-from bpipe.transport.control import Subject
+from bpipe.transport.distributed import Subject
 from bpipe.transport.memory import DeviceMemory, DeviceRegion, Lender
 from bpipe.transport.one_sided import HostMemory, Peer
 from bpipe.transport.streams import Device, Done, Pending, synchronize

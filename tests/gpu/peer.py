@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import BufferLayout
 from bpipe.transport.one_sided import Peer, Transport
 from bpipe.transport.streams import Streams, synchronize
 from tests.gpu.accelerators import Accelerator

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
+from bpipe.runtime.partners import ReceivingAcceptor
 from bpipe.transport.streams import Done, Job, Pending, StreamLane, Streams, current
 
 

@@ -26,8 +26,7 @@ from bpipe.runtime.stage import Messages, TorchStages
 from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
-from bpipe.transport.control import Subject
-from bpipe.transport.distributed import Distributed, Headed, pair_groups, try_out
+from bpipe.transport.distributed import Distributed, Headed, Subject, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import DeviceMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer, Transport

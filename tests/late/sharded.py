@@ -14,9 +14,8 @@ import torch.distributed as dist
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
+from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard, embedded
 from bpipe.runtime.stage import Messages, Part, Shards, TorchStages
-from bpipe.runtime.vocabulary import embedded
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, SecondStep, SharedGroups

@@ -11,7 +11,7 @@ import torch
 from bpipe.runtime.stage import Part, Tensors, TorchStages
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.schedule import Schedule
-from megatron.scheduling.slices.key_value_cache import KeptKeys
+from megatron.scheduling.slices.attention import KeptKeys
 from tests.late.devices import device
 from tests.late.model import LateModel, Place
 from tests.unit.runtime.pipeline import ROWS, inputs_of

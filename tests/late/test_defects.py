@@ -22,8 +22,7 @@ from bpipe.runtime.executor import Executor
 from bpipe.schedule.memory import num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.transport.streams import Streams
-from megatron.scheduling.loop.measurements import FirstMeasured, latest_by_place
-from megatron.scheduling.loop.watermark import Besides
+from megatron.scheduling.loop.measurements import Besides, FirstMeasured, latest_by_place
 from megatron.scheduling.replanning import ProcessMemory, measure_process
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
@@ -73,12 +72,7 @@ CASES: dict[str, tuple[str, str, Draw]] = {
     "slices_nccl": ("slices", f"{BPIPE} nccl", Draw(12, COPIES_LAST)),
     "slices_peer": ("slices", f"{BPIPE} peer", Draw(13, COMPUTE_LAST)),
     "slices_split": ("slices", f"{BPIPE} nccl --bpipe-schedule 1f1b-split", Draw(14, AS_LATE)),
-    "captured_peer": (
-        "uncaptured",
-        f"{CAPTURED} {BPIPE} peer --bpipe-report {{folder}}/report --tensorboard-dir {{folder}}/board "
-        "--tensorboard-log-interval 1",
-        Draw(20),
-    ),
+    "captured_peer": ("uncaptured", f"{CAPTURED} {BPIPE} peer --bpipe-report {{folder}}/report", Draw(20)),
     "captured_host": ("uncaptured", f"{CAPTURED} {BPIPE} host", Draw(21, COPIES_LAST)),
     "captured_nccl": ("uncaptured", f"{CAPTURED} {BPIPE} nccl", Draw(22, eagerness=0.3)),
     "captured_own_memory": ("uncaptured", f"{CAPTURED} {OWN_MEMORY}", Draw(23, COMPUTE_LAST)),
@@ -155,13 +149,8 @@ def test_a_report_has_the_iterations_before_the_capture_and_all_losses(on_late_d
     assert run.info.captured == 3
     assert [[*record.iterations] for record in run.ranks] == [[2]] * 4
     assert [*run.step_s] == [1, 2, 3, 4, 5]
-    board = EventAccumulator(str(on_late_devices.folder / "board")).Reload()
-    steps = {
-        name: [event.step for event in board.Scalars(name)] for name in ("bpipe-evictions/stage-0", "bpipe-replay-ms")
-    }
-    assert steps == {"bpipe-evictions/stage-0": [1, 2], "bpipe-replay-ms": [3, 4, 5]}
-    pools = [board.Scalars(f"bpipe-graph-pool-bytes/stage-{stage}")[-1].value for stage in range(4)]
-    assert run.graph_pool_bytes == max(pools) > 0
+    assert run.graph_pool_bytes is not None
+    assert run.graph_pool_bytes > 0
 
 
 def test_a_batch_that_grows_is_captured_anew(on_late_devices: Outcome) -> None:

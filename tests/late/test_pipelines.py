@@ -10,7 +10,7 @@ from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.memory import memory_of, num_transfers, peak_counts
 from bpipe.transport.memory import DeviceMemory
-from megatron.scheduling.slices.key_value_cache import KeptKeys
+from megatron.scheduling.slices.attention import KeptKeys
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw, draws
 from tests.late.pipeline import KINDS, LatePipeline, noticed, wrong_bits

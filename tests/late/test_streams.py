@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from bpipe.runtime.acceptor import ReceivingAcceptor
+from bpipe.runtime.partners import ReceivingAcceptor
 from bpipe.runtime.recorder import Recorder
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import num_transfers

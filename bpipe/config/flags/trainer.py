@@ -140,14 +140,6 @@ TRAINER = (
             "it, so that a missing wait shows",
         ),
         _flag("--bpipe-sync-transfers", "for measuring what overlap gains: wait for every transfer where it is issued"),
-        _flag(
-            "--terra-audit",
-            "before you use CUDA graphs: compare the operations of N micro-batches of each chunk in the second "
-            "iteration, forward and backward; the log names, by source line, what a capture of the stage would "
-            "freeze, lose or fail on. For Megatron's own loops only. Changes no result",
-            "N",
-            int,
-        ),
     ),
 )
 

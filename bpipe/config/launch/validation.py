@@ -8,11 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import util
-from typing import Any
 
 from bpipe.extras import install_command
 
@@ -34,15 +32,12 @@ class Judgement:
         refused: Why Megatron would end the launch at its start, in its words.
         trainer: Why this project's trainer would, a line per reason.
         unknown: Flags that Megatron's parser does not have; None if it was not asked.
-        messages: Which messages between stages are taken for others or who waits for whom for ever, a line each; None
-            if that was not judged.
     """
 
     by: str
     refused: str | None = None
     trainer: tuple[str, ...] = ()
     unknown: tuple[str, ...] | None = None
-    messages: tuple[str, ...] | None = None
 
 
 def is_installed() -> bool:
@@ -94,10 +89,4 @@ def judge(flags: tuple[str, ...], devices: tuple[int, int] | None, is_whole: boo
     by = f"judged by the parser and validation of megatron-core {answer['version']}"
     if judgement["unasked"] is not None:
         by = f"judged by the parser of megatron-core {answer['version']} only: {judgement['unasked']}"
-    return judgement_from(judgement, by)
-
-
-def judgement_from(answer: Mapping[str, Any], by: str) -> Judgement:
-    """Return what the process answered for one launch."""
-    messages = None if answer["messages"] is None else tuple(answer["messages"])
-    return Judgement(by, answer["megatron"], tuple(answer["trainer"]), tuple(answer["unknown"]), messages)
+    return Judgement(by, judgement["megatron"], tuple(judgement["trainer"]), tuple(judgement["unknown"]))

@@ -27,7 +27,7 @@ STATISTICS, STATISTICS_BYTES, EARLY_BYTES = 3, 4, 4
 TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 # Beside what the loss saves, logits in 16 bit and their gradient in 32 bit come and go.
 LOSS_WORKING_BYTES = 6
-# Logits of a shard that are in 32 bit at a time (bpipe.runtime.vocabulary).
+# Logits of a shard that are in 32 bit at a time (bpipe.runtime.shards).
 WIDE_AT_ONCE = 2**23
 
 

@@ -1,10 +1,8 @@
 """The Megatron of this process, and what it lacks of what this project reads. Importing this module imports no Megatron."""
 
 import functools
-import importlib.util
 import os
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -52,34 +50,14 @@ def running() -> Running:
 
 
 def describe(megatron: Running) -> list[str]:
-    """Return lines for the log: version, place, and anything unusual about them."""
-    wheel = _installed()
-    shadowed = (
-        f", not the installed wheel ({wheel[0]}), because it comes first on sys.path"
-        if wheel and wheel[1] != megatron.place
-        else ""
-    )
-    lines = [f"megatron-core {megatron.version} from {megatron.place}{shadowed}"]
+    """Return lines for the log: version, place, and whether it is a tested version."""
+    lines = [f"megatron-core {megatron.version} from {megatron.place}"]
     if not megatron.tried:
         lines.append(
             f"megatron-core {megatron.release} is not among the tested versions ({', '.join(TRIED_VERSIONS)}); the "
             "functions that bpipe replaces have the expected parameters"
         )
-    training = importlib.util.find_spec("megatron.training")
-    origin = Path(training.origin).resolve().parent if training is not None and training.origin is not None else None
-    if origin is not None and origin.parent != megatron.place.parent:
-        lines.append(f"megatron.training comes from another copy, {origin}: two versions may be mixed")
     return lines
-
-
-def _installed() -> tuple[str, Path] | None:
-    """Return version and folder of the wheel that pip installed; an editable installation has no folder of its own."""
-    try:
-        wheel = metadata.distribution("megatron-core")
-    except metadata.PackageNotFoundError:
-        return None
-    place = Path(str(wheel.locate_file("megatron/core")))
-    return (wheel.version, place.resolve()) if place.is_dir() else None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.runtime.stage import Tensors
 from bpipe.schedule.action import Action, Key
 from megatron.scheduling.loop.halves import Halves

@@ -23,15 +23,14 @@ from bpipe.config.features.queries import guarded
 from bpipe.config.features.table import Settings
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
+from bpipe.runtime import RuntimeFault
 from bpipe.runtime.checksums import Certificate, Verifier
-from bpipe.runtime.config import EngineConfig
-from bpipe.runtime.engine import TIMERS, Engine
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.config import EngineConfig, refuse_standstill
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.graph import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.retention import Share
 from bpipe.runtime.run_record import iteration_of, summary_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import Family
@@ -46,13 +45,9 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop import log, measurements
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.loop.log import Differing, FirstIterations, pipeline_begins_with_rank_0, say
-from megatron.scheduling.loop.measurements import FirstMeasured, OwnTime, Waiting, Weighing
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
-from megatron.scheduling.loop.watermark import Watermark
-from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.pipelines import pipelines
-from megatron.scheduling.slices.state import Slicing
-from megatron.scheduling.start.refusals import differ, refuse
+from megatron.scheduling.loop.measurements import FirstMeasured, Waiting, Watermark
+from megatron.scheduling.options.arguments import SchedulingConfig, differ, refuse
+from megatron.scheduling.slices.stages import Slicing
 
 # If anything is guarded, transfers are checked in this many first iterations, unless a flag says otherwise.
 GUARDED_ITERATIONS = 2
@@ -87,16 +82,12 @@ class Driver:
         self._further: list[Closable] = []
         self.links: list[MeasuredLink] = []
         self._learns = config.memory is not None and config.memory.learns
-        # Memory is measured for a report, for Megatron's writers, or to learn a budget.
-        self._tells = config.report is not None or config.metrics_interval is not None
-        self._meter = Meter(keeps_inputs=own is None) if self._tells or self._learns else None
+        # Memory is measured for a report, or to learn a budget.
+        self._meter = Meter(keeps_inputs=own is None) if config.report is not None or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
         self._differing = Differing()
-        self._own_time = OwnTime()
-        self._weighing: Weighing | None = None
-        self._num_iterations = 0
         # Whether this is the first iteration after one of another program, as it then is on every rank.
         self.changed_over = False
         # The current iteration, as Megatron counts them, and whether it is recorded; the record of the last one.
@@ -120,21 +111,14 @@ class Driver:
         last.
 
         `config` is Megatron's, of the model. Raises ValueError if it asks for what cannot be balanced. Collective over
-        the world in a program's first iteration, and whenever timers are printed.
+        the world in a program's first iteration.
         """
         if not self._engines:
             # Settings that only the model's configuration has; the arguments were checked at the start.
             upstream.require(config)
             upstream.say_absent(config, configuration=True)
         refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
-        first = not self._engines
         engine = self._active = self._engine(program, config)
-        if first and any(
-            action.kind is Kind.BACKWARD_WEIGHT
-            for slot in engine.schedule.ranks[self.rank]
-            for action in slot.computations
-        ):
-            self._weighing = Weighing(self._waiting, self.device)
         engine.recorder = Recorder(Clock(self.device)) if self._recording else None
         begin_s = time.time()
         try:
@@ -152,15 +136,15 @@ class Driver:
                 "recorded"
             )
             return
-        self._ended(engine, config.timers)
+        self._ended(engine)
         if engine.recorder is not None:
             assert self._meter is not None
             iteration = iteration_of(engine, self._meter, engine.recorder, program, self._number, begin_s)
             # The CPU's stand-in has no counter and returns 0.
             self.recorded = replace(iteration, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
 
-    def _ended(self, engine: Engine, timers: Any) -> None:
-        """Note the peaks of an iteration, and print the lines of its end and timers, which is collective over the world."""
+    def _ended(self, engine: Engine) -> None:
+        """Note the peaks of an iteration, and print the lines of its end."""
         if self._learns:
             # The CPU's stand-in has no counters and returns 0.
             self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -169,22 +153,9 @@ class Driver:
         self._differing.ended(engine, self.rank)
         links = {place: connection.link for place, connection in self._connections.items() if connection.link}
         self._first_iterations.ended(engine, self.rank, links)
-        lines: list[str] = []
-        if self._verifier is not None and self._verifier.first_over:
-            lines += log.verified(self._verifier.certificate, engine, self.rank)
-        if self._weighing is not None:
-            lines += self._weighing.lines()
-        if lines and pipeline_begins_with_rank_0():
-            for line in lines:
+        if self._verifier is not None and self._verifier.first_over and pipeline_begins_with_rank_0():
+            for line in log.verified(self._verifier.certificate, engine, self.rank):
                 say(line, everywhere=True)
-        self._weighing = None
-        self._num_iterations += 1
-        if timers is not None:
-            self._own_time.tell(timers)
-            # Megatron prints a fixed list of its own timers; ours come after the loop, as often.
-            interval = self._config.timers_interval
-            if interval is not None and self._num_iterations % interval == 0:
-                timers.log(list(TIMERS), normalizer=interval)
 
     @property
     def running(self) -> bool:
@@ -206,8 +177,6 @@ class Driver:
     def after(self, op: Action, outputs: Tensors = (), inputs: Tensors = (), pieces: Pieces | None = None) -> None:
         engine, self._at = self._engine_now, None
         engine.after(op, outputs, inputs, pieces)
-        if self._weighing is not None:
-            self._weighing.after(op, outputs, inputs)
         grows = op.kind in (Kind.FORWARD, Kind.SHARD_FORWARD)
         if grows and self._watermark is not None and self._meter is not None:
             self._watermark.saw(self._number, op, self._meter, engine, self.program_now)
@@ -255,8 +224,6 @@ class Driver:
         engine = self._engines.get(program)
         if engine is None:
             schedule = built(program)
-            for line in log.grouped(program, schedule):
-                say(line)
             if self._config.balance:
                 for line in () if self._engines else self._config.plan:
                     say(line)
@@ -275,7 +242,6 @@ class Driver:
                 at_once=program.passing.is_megatron,
                 waiting=self._waiting,
                 between=lambda shard: self._between(shard),
-                timed=self._own_time.of,
                 shared=lambda storage: self.slicing is not None and self.slicing.kept.holds(storage),
                 verifier=self._verifier,
                 beside=functools.partial(_streams_of_layers, config),
@@ -310,7 +276,7 @@ class Driver:
         if not moves_anything(schedule):
             return {}
         connected = {link.ranks for link in self.links}
-        ways = pipelines(self._config.positions)
+        ways = self._config.positions.pipelines()
         connections, links, table = connect_pairs(schedule, ways, self._transfers, self.device, connected)
         self._connections |= connections
         if links:
@@ -344,12 +310,6 @@ class Driver:
 
     def _waiting(self, backward: Action) -> Sequence[torch.UntypedStorage]:
         return self.halves.storages(backward.key)
-
-    @property
-    def reached(self) -> tuple[int, tuple[Share, ...]]:
-        """The most bytes that the last iteration held, and the share of each stage that moves."""
-        assert self._meter is not None, "nobody measures"
-        return self._meter.peak_bytes, tuple(self._engines[self.program_now].shares.values())
 
     @property
     def program_now(self) -> ScheduleConfig:
@@ -394,7 +354,7 @@ class Driver:
     def learned(self, balance: BalanceConfig | None) -> None:
         """Stop learning, and balance so from the next iteration on, on every rank; None: as before."""
         self.balance, self._learns = balance or self.balance, False
-        if not self._tells:
+        if self._config.report is None:
             self._meter = None
             for engine in self._engines.values():
                 engine.stop_measuring()
@@ -402,12 +362,6 @@ class Driver:
     def note(self, iteration: int, recording: bool) -> None:
         """Set the number of the next iteration, as Megatron counts them, and whether it is recorded."""
         self._number, self._recording, self.recorded = iteration, recording, None
-
-    def tell_nobody(self) -> None:
-        """Measure only for a budget that is learned: Megatron has no writers."""
-        self._tells = False
-        if not self._learns:
-            self._meter = None
 
     def failed(self, error: Exception) -> None:
         """Record what was held when a training step ended with this error."""

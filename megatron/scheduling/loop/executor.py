@@ -45,16 +45,12 @@ from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.grad_sync import Marks, Syncing
 from megatron.scheduling.loop.halves import delaying
 from megatron.scheduling.loop.megatron_loops import as_list, group_of, no_barrier
-from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.chunks import require_built_here
-from megatron.scheduling.placement.embeddings import refuse_group
-from megatron.scheduling.placement.pipelines import pipelines
+from megatron.scheduling.options.arguments import SchedulingConfig, end_where
+from megatron.scheduling.placement.chunks import refuse_group, require_built_here
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
-from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary.input_shards import Inputs
-from megatron.scheduling.vocabulary.mtp import FurtherLosses
 from megatron.scheduling.vocabulary.output_shards import Splitting, output_shard
-from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
+from megatron.scheduling.vocabulary.sharded_stages import FurtherLosses, ShardedStages
 
 # The process groups for finalising gradients, and for the embedding's deferred ones.
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
@@ -258,7 +254,7 @@ class Loop:
 
     def _connect_neighbours(self, schedule: Schedule) -> dict[int, Edge]:
         """Return this rank's edges by the position of the neighbour. Collective over the world."""
-        rank, device, ways = dist.get_rank(), self._driver.device, pipelines(self._config.positions)
+        rank, device, ways = dist.get_rank(), self._driver.device, self._config.positions.pipelines()
         ends = ((way[low], way[high]) for way in ways for low, high in neighbours(schedule))
         pairs = sorted((min(both), max(both)) for both in ends)
         edges = connect_edges(pairs, _backend(device), self._config.message_timeout_s, device)
@@ -267,7 +263,11 @@ class Loop:
 
     def _connect_shards(self) -> SharedGroups:
         """Return this rank's groups with all ranks that share a vocabulary. Collective over the world."""
-        timeout_s, device, ways = self._config.message_timeout_s, self._driver.device, pipelines(self._config.positions)
+        timeout_s, device, ways = (
+            self._config.message_timeout_s,
+            self._driver.device,
+            self._config.positions.pipelines(),
+        )
         # With tensor parallelism the ranks of several pipelines.
         own = tuple(sorted(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())))
         sorts = (*SORTS, *INPUT_SORTS) if self._own.input_shards else SORTS

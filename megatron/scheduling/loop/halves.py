@@ -28,10 +28,10 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import is_te_min_version, prepare_input_tensors_for_wgrad_compute
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.action import Key
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.start.refusals import end_where
+from megatron.scheduling.options.arguments import end_where
 
 # The attribute of a linear layer's autograd node with the parameters that its forward did not see.
 _CUT_OFF = "_bpipe_cut_off"

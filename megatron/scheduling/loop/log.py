@@ -7,21 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import groupby
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.balance.pairs import allocated_counts, balance
-from bpipe.build import ScheduleConfig, groups_for_bound
 from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.checksums import Certificate
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.run_record import DifferingSums
-from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import ALIKE, UnitCosts
-from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.schedule.hosts import Host
 from bpipe.schedule.memory import moves_anything, peak_counts
@@ -158,44 +152,6 @@ def why_nothing_moves(schedule: Schedule) -> str:
     if max(balance(without_transfers(schedule)).bounds or ()) < max(peaks):
         return "no stage holds more than its bound"
     return f"pairing stages cannot get all of them below the {fullest} that the fullest stage holds alone"
-
-
-def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
-    """Return lines about an order that was chosen for a bound, or about the default groups.
-
-    Peaks and bounds are in micro-batches of a chunk. The bubble is that of the costs that the choice assumed; shards have
-    none, so no bubble is given.
-    """
-    family = None if program.written is not None else FAMILIES[program.schedule]
-    if family is None or family.within is None or program.group_size is not None:
-        return []
-    chosen = groups_for_bound(program)
-    if chosen is None:
-        usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
-        return [
-            f"{schedule.name}: groups of {usual} micro-batches (the default); --bpipe with --bpipe-bound N chooses "
-            "them for the bound"
-        ]
-    assert program.limit is not None
-    groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(chosen))
-    bubble = ""
-    if not schedule.layout.shard_kinds:
-        bubble = f", bubble {float(iteration_time(schedule, program.costs).bubble_percent):.1f} %"
-    return [
-        f"{schedule.name}, chosen for a bound of {program.limit} micro-batches of a chunk{_at(program.costs)}: "
-        f"groups: {groups}; {_held(schedule)}{bubble}"
-    ]
-
-
-def _at(costs: UnitCosts) -> str:
-    if costs == ALIKE:
-        return ""
-    hop = f" and a hop of {_number(costs.hop)}" if costs.hop else ""
-    return f" at costs of {','.join(map(_number, (costs.forward, costs.backward_input, costs.backward_weight)))}{hop}"
-
-
-def _number(cost: int | Fraction) -> str:
-    return f"{float(cost):g}"
 
 
 def _held(schedule: Schedule) -> str:

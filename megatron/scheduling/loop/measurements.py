@@ -1,27 +1,33 @@
-"""What a rank measures: its memory in the first iteration, and seconds for Megatron's timers.
+"""What a rank measures of its memory in the first iteration, and a record of what it holds, written at once, so that
+running out of memory in the first iteration leaves more than a traceback.
+
+The record gets a line whenever more is held than ever before, which is once per forward of the first warm-up and rarely
+later, and a line for the error that ends the training. It reads only the device's counters and waits for nothing.
 
 Bytes by place are those of `bpipe.schedule.memory.Memory`: slice j of a stage of k slices is at place stage * k + j.
 Without slices a place is a stage.
 """
 
-import contextlib
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.timers import DummyTimer
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from bpipe.balance.pairs import own_bytes
-from bpipe.runtime.capture import find
-from bpipe.runtime.engine import TIMERS
+from bpipe.build import ScheduleConfig
+from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark, append, begin
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.failures import cause_of, first_to_say
 from bpipe.runtime.meter import Meter, largest_by
-from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.action import Action, Key
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory
 from bpipe.schedule.schedule import Schedule
-from megatron.scheduling.options.arguments import TIMERS_LEVEL
+from megatron.scheduling.options.arguments import SchedulingConfig
 
 # By stage and number, which is a micro-batch's or a slice's.
 ByNumber = Mapping[Key, int]
@@ -103,78 +109,190 @@ def kept_at_peak(schedule: Schedule, rank: int, saved: Mapping[int, int], kept: 
     return together - alone
 
 
-class Weighing:
-    """Finds stages for which deferring the weights' half of a backward costs more memory than it frees, on one rank.
-
-    Between I and W a micro-batch holds the inputs of its linear layers and the gradients of their outputs, but no longer
-    the rest of what its forward saved. With tensor and sequence parallelism, with attention that saves little, or with
-    recomputation, the former is larger. If a graph cannot be walked, nothing is said: it trains all the same.
-    """
-
-    def __init__(self, waiting: Waiting, device: torch.device) -> None:
-        self._waiting = waiting
-        self._device = device
-        self._meter: Meter | None = Meter()
-
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
-        """Measure after a computation; of a forward, `outputs` are the stage's and `inputs` what it received."""
-        if self._meter is None:
-            return
-        if op.kind is Kind.FORWARD:
-            try:
-                storages = find([output.grad_fn for output in outputs if output is not None], inputs, self._device)
-            except ValueError:
-                self._meter = None
-                return
-            self._meter.saved(op, storages)
-            return
-        if op.kind is Kind.BACKWARD_INPUT:
-            self._meter.waiting(op, self._waiting(op))
-        self._meter.touched(op)
-        self._meter.sample(0, 0)
-
-    def lines(self) -> list[str]:
-        """Return a line for every stage whose micro-batches hold at least as much after I as before it."""
-        if self._meter is None:
-            return []
-        saved = self._meter.saved_bytes
-        return [
-            f"stage {stage}: between the halves of its backward a micro-batch holds {after / 1e6:.4g} MB, but its "
-            f"forward saved only {saved[stage] / 1e6:.4g} MB: deferring the weight half costs more memory than it "
-            "frees. With --bpipe-keep-weights-halves none the whole backward runs at once and holds nothing in "
-            "between"
-            for stage, after in sorted(self._meter.after_input_bytes.items())
-            if after >= saved[stage]
-        ]
+# An Adam keeps two moments of each parameter, in 32 bit; SGD one if it has a momentum.
+_MOMENTS = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2}
+_MOMENT_BYTES = 4
+# The loss keeps logits in 32 bit, or in the 16 bit they came in.
+_LOGIT_BYTES = (4, 2)
 
 
-class OwnTime:
-    """Seconds of this rank's main thread, by name.
+@dataclass(frozen=True)
+class Besides:
+    """Bytes of one rank other than activations."""
 
-    Megatron's own timers cannot run around a transfer: starting and stopping one waits for the whole device, and thus
-    for the transfer.
+    weights_bytes: int
+    """Weights and buffers."""
+
+    gradients_bytes: int
+    """Gradients."""
+
+    optimizer_bytes: int
+    """State of the optimizer."""
+
+    optimizer_to_come_bytes: int | None
+    """What the optimizer allocates at its first step; None if unknown."""
+
+    @property
+    def now_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def held(model: Iterable[torch.nn.Module], optimizer: Any) -> Besides:
+    """Return the weights and buffers, gradients, and optimizer state of this rank, each storage counted once."""
+    chunks = list(model)
+    # The torch optimizers that Megatron's, or a chain of these, wraps.
+    chain = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    optimizers = [getattr(part, "optimizer", part) for part in chain]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights = _storages([*parameters, *(buffer for chunk in chunks for _, buffer in chunk.named_buffers())])
+    gradients = _storages(
+        gradient for parameter in parameters for gradient in (parameter.grad, getattr(parameter, "main_grad", None))
+    )
+    state = _storages(tensor for part in optimizers for tensor in _state(part))
+    return Besides(
+        sum(weights.values()),
+        sum(gradients[key] for key in gradients.keys() - weights.keys()),
+        sum(state[key] for key in state.keys() - weights.keys() - gradients.keys()),
+        _to_come(optimizers),
+    )
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Return the bytes of each storage of those that are tensors, by its address."""
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Return each parameter with its group."""
+    return ((group, parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+
+
+def _state(optimizer: Any) -> Iterator[Any]:
+    yield from (parameter for _, parameter in _parameters(optimizer))
+    for values in getattr(optimizer, "state", {}).values():
+        yield from values.values()
+
+
+def _to_come(optimizers: Iterable[Any]) -> int | None:
+    """Return the bytes of the moments that the first update makes; None if unknown."""
+    total = 0
+    for optimizer in optimizers:
+        for group, parameter in _parameters(optimizer):
+            if optimizer.state.get(parameter):
+                continue
+            of_kind = _MOMENTS.get(type(optimizer).__name__)
+            moments = int(bool(group["momentum"])) if "momentum" in group else of_kind
+            if moments is None:
+                return None
+            total += moments * _MOMENT_BYTES * parameter.numel()
+    return total
+
+
+class Guard:
+    """Writes the record, whose first error stops the recording instead of the training.
+
+    Only a rank's own work may run here: if one rank stops, the others do not.
     """
 
     def __init__(self) -> None:
-        self._spent_s: defaultdict[str, float] = defaultdict(float)
+        self.open = True
 
-    @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Count the time spent inside under this name."""
-        begin_s = time.perf_counter()
+    def run(self, act: Callable[[], None], place: Path | str) -> None:
+        """Act, unless something failed before."""
+        if not self.open:
+            return
         try:
-            yield
-        finally:
-            self._spent_s[name] += time.perf_counter() - begin_s
+            act()
+        except Exception as error:
+            self.open = False
+            # If a disk is full, it is full for many ranks: the first speaks for all.
+            if first_to_say("recording"):
+                os_error = error.strerror if isinstance(error, OSError) else None
+                reason = os_error or f"{type(error).__name__}: {error}"
+                print(
+                    f"bpipe: rank {dist.get_rank()}: {place}: {reason}; recording stops on ranks with this error, "
+                    "training continues",
+                    flush=True,
+                )
 
-    def tell(self, timers: Any) -> None:
-        """Add the seconds since the last call to Megatron's timers of these names.
 
-        Below their level Megatron returns timers that keep nothing.
-        """
-        for name in TIMERS:
-            if name in self._spent_s:
-                spent_s = self._spent_s.pop(name)
-                timer = timers(name, log_level=TIMERS_LEVEL)
-                if not isinstance(timer, DummyTimer):
-                    timer.set_elapsed(timer.elapsed(reset=False) + spent_s)
+class Watermark:
+    """This rank's file of its memory; each line is written at once."""
+
+    def __init__(self, folder: Path, config: SchedulingConfig) -> None:
+        self.folder = self._path = folder
+        self._config = config
+        # All that is written to this folder stops together.
+        self.guard = Guard()
+        self._most = -1
+
+    def begin(self, run: str, pipeline: int, device: str, limit_bytes: int | None, besides: Besides) -> None:
+        """Begin the file before the first iteration; what another run left is replaced."""
+        self._path = MEMORY.path(self.folder, dist.get_rank())
+        header = MemoryHeader(
+            run=run,
+            rank=dist.get_rank(),
+            pipeline=pipeline,
+            place=self._config.positions.here(),
+            host=socket.gethostname(),
+            device=device,
+            limit_bytes=limit_bytes,
+            micro_batch=self._config.micro_batch_size,
+            **asdict(besides),
+        )
+        self.guard.run(lambda: begin(self._path, header), self._path)
+
+    def saw(self, iteration: int, action: Action, meter: Meter, engine: Engine, program: ScheduleConfig) -> None:
+        """Note that a forward, or a shard's, has run."""
+        if meter.peak_bytes > self._most:
+            self._most = meter.peak_bytes
+            self._append(meter, engine, program, iteration=iteration, action=str(action))
+
+    def failed(
+        self,
+        iteration: int,
+        error: BaseException,
+        running: Action | None,
+        meter: Meter,
+        engine: Engine | None,
+        program: ScheduleConfig | None,
+    ) -> None:
+        """Note that the training ends. `running` is None outside of the pipelined loop."""
+        self._append(
+            meter,
+            engine,
+            program,
+            iteration=iteration,
+            action=None if running is None else str(running),
+            error=cause_of(error),
+            out_of_memory=isinstance(error, torch.OutOfMemoryError),
+        )
+
+    def _append(self, meter: Meter, engine: Engine | None, program: ScheduleConfig | None, **event: Any) -> None:
+        mark = MemoryMark(
+            **event,
+            program=program,
+            microbatches=tuple(
+                (stage, microbatch, num_bytes) for (stage, microbatch), num_bytes in sorted(meter.held().items())
+            ),
+            saved_bytes=meter.saved_bytes,
+            after_input_bytes=meter.after_input_bytes,
+            moved_bytes={} if engine is None else engine.moved_bytes,
+            received_bytes=meter.received_bytes,
+            host_bytes=0 if engine is None else engine.host_bytes,
+            logits_bytes=self._logits_bytes(meter),
+            shard_bytes=meter.shard_bytes,
+            in_shards_bytes=meter.in_shards_bytes,
+            # The CPU's stand-in has no counters and returns 0.
+            allocated_bytes=torch.cuda.memory_allocated() or None,
+            reserved_bytes=torch.cuda.memory_reserved() or None,
+        )
+        self.guard.run(lambda: append(self._path, mark), self._path)
+
+    def _logits_bytes(self, meter: Meter) -> int:
+        """Return the bytes of one micro-batch's logits on the last stage, which are recognised by their size."""
+        count = self._config.logits_per_microbatch
+        if count is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return 0
+        return next((count * width for width in _LOGIT_BYTES if meter.has_of_size(count * width)), 0)

@@ -7,6 +7,9 @@ Combined 1F1B runs a forward and a backward at once. Megatron cuts a chunk into 
 router, dispatch, experts, combine) and runs parts of two micro-batches in turn, with exchanges of experts on a stream of
 their own. It detaches what passes from part to part, so a chunk's graph is in pieces. The chunk's output has Megatron's
 plan of them. The plan holds the tensors at every cut, and reads them only in this micro-batch's own forward and backward.
+
+An iteration may be a CUDA graph: Megatron's wrapper runs iterations, captures the next one, and replays it from then on,
+whatever it is called with.
 """
 
 import contextlib
@@ -18,9 +21,11 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.config.features.table import Settings
 from bpipe.runtime.graph import Pieces
 from bpipe.schedule.action import Action, Kind
@@ -29,6 +34,7 @@ from bpipe.schedule.families.interleaved import COMBINED, INTERLEAVED
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.log import say
 
 # The family of each loop's schedule. With one stage nothing can be balanced, but the log says so and what is held can be
 # measured: it is 1F1B of one stage.
@@ -230,3 +236,40 @@ def group_of(config: Any, family: Family, num_ranks: int) -> int | None:
 def as_list(value: Any) -> list[Any]:
     """Return a list of what Megatron passes alone or as a list."""
     return value if isinstance(value, list) else [value]
+
+
+def graph_pool_bytes() -> int | None:
+    """Return the bytes of the memory that only the CUDA graph of a training iteration uses; None without one."""
+    graph = FullCudaGraphWrapper.cuda_graph["training"]
+    if graph is None:
+        return None
+    return sum(int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(graph.pool()))
+
+
+class Recapture:
+    """Drops the graph when the batch or the plan changes, so that iterations warm up and are captured anew.
+
+    Without it Megatron would replay as many micro-batches as it captured.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        # What decides the program of an iteration: the number of micro-batches and the balance of the last one.
+        self._last: tuple[int, BalanceConfig | None] | None = None
+
+    def call(self, run: Callable[..., Any], wrapper: FullCudaGraphWrapper, **arguments: Any) -> Any:
+        """Run Megatron's wrapper of an iteration with these arguments."""
+        if not arguments["forward_only"]:
+            now = arguments["num_microbatches"], self._driver.balance
+            # Also before the first one: Megatron keeps the graph of an earlier training of this process.
+            if self._last != now:
+                if FullCudaGraphWrapper.cuda_graph["training"] is not None:
+                    say(
+                        "the CUDA graph of an iteration is dropped, and captured anew after the next iterations: they have "
+                        f"{now[0]} micro-batches"
+                    )
+                    # A replay may still run.
+                    torch.cuda.synchronize()
+                wrapper.reset_cuda_graph("training")
+            self._last = now
+        return run(wrapper, **arguments)

@@ -1,14 +1,15 @@
 """Turn Megatron's parsed arguments, with ours, into one frozen configuration, or refuse them with the reasons."""
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
 from bpipe.config.features.queries import guarded, reasons
+from bpipe.config.features.table import Settings, has_experts
 from bpipe.config.flags.values import MemoryBudget
 from bpipe.schedule.families.families import (
     FAMILIES,
@@ -18,10 +19,9 @@ from bpipe.schedule.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport.config import FIELD_OF_FLAG, TransferConfig
+from megatron.scheduling.options.flags import Sizes
 from megatron.scheduling.options.schedule_choice import Requested, requested, unplaced, vocabulary_of
-from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
-from megatron.scheduling.start.refusals import differ, end_where, refuse, slices_differ
 
 # Fields that need Megatron's own trainer: why, and what to do instead in a loop of one's own.
 _BY_LAUNCHER = "launch a script that calls Megatron's pretrain with python -m megatron.scheduling.launch and"
@@ -30,15 +30,10 @@ BY_TRAINER = {
     "report": _OF_REPORT,
     "report_iterations": _OF_REPORT,
     "peak_tflops": _OF_REPORT,
-    "metrics_interval": _OF_REPORT,
     "memory": "a budget is planned from Megatron's arguments and learned around its train_step: give "
     f"balance=BalanceConfig(...), as planned by `bpipe simulate --memory`, or {_BY_LAUNCHER} --bpipe-memory",
     "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
-    "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
-
-# Megatron's --timing-log-level from which our timers run: that of events that happen many times per iteration.
-TIMERS_LEVEL = 2
 
 
 @dataclass(frozen=True)
@@ -96,12 +91,6 @@ class SchedulingConfig:
     peak_tflops: float | None = None
     """Peak of one device, for the MFU; by default from a table of devices."""
 
-    metrics_interval: int | None = None
-    """Iterations between two calls of Megatron's writers."""
-
-    timers_interval: int | None = None
-    """Iterations between two times that our timers are printed, as Megatron prints its own."""
-
     flops_per_microbatch: float | None = None
     """FLOPs of the model for one micro-batch on every pipeline, by Megatron's own count."""
 
@@ -110,9 +99,6 @@ class SchedulingConfig:
 
     logits_per_microbatch: int | None = None
     """Logits of one rank's part of the vocabulary and of the sequence."""
-
-    audit: int | None = None
-    """Micro-batches of each chunk that are compared."""
 
     def __post_init__(self) -> None:
         """Take the balance of `own`. Raises ValueError if `own` contradicts another field."""
@@ -188,12 +174,9 @@ def config_from_args(args: Any) -> SchedulingConfig:
         # Unknown if the length is given in samples, as batches may have several sizes.
         last_iteration=args.train_iters or None,
         peak_tflops=args.bpipe_peak_tflops,
-        metrics_interval=args.tensorboard_log_interval or None,
-        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
-        audit=args.terra_audit,
     )
 
 
@@ -208,28 +191,9 @@ def _asked(args: Any) -> Requested:
         problems.append(str(error))
     if args.bpipe or own_loop or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own_loop, args.bpipe_strict)
-    problems += _audited(args, own_loop)
     end_where(problems)
     assert asked is not None
     return asked
-
-
-def _audited(args: Any, own: bool) -> Iterator[str]:
-    """Yield the flags that `--terra-audit` does not go with."""
-    if args.terra_audit is None:
-        return
-    installed = find_spec("terra")
-    # In a checkout the folder of the project is there even if the project is not installed.
-    if installed is None or installed.origin is None:
-        yield f"--terra-audit {args.terra_audit}: terra is not installed: pip install torch-terra, or -e terra in a checkout"
-    if args.terra_audit < 2:
-        yield f"--terra-audit {args.terra_audit}: comparing micro-batches needs 2 or more"
-    ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}
-    for flag in (flag for flag, given in ours.items() if given):
-        yield (
-            f"--terra-audit with {flag}: our own operations around a stage would count as the stage's; audit a run "
-            f"of one or two iterations without {flag}, which computes the same"
-        )
 
 
 def _out_of_range(args: Any) -> Iterator[str]:
@@ -280,3 +244,53 @@ def _flops_per_microbatch(args: Any, sizes: Sizes) -> float | None:
     from megatron.training.training import num_floating_point_operations
 
     return float(num_floating_point_operations(args, args.micro_batch_size * sizes.num_replicas))
+
+
+# Settings with which micro-batches of one stage save differing sizes: by the router's choices, packing, lengths of
+# sequences, and which micro-batches recompute or offload.
+_DIFFERING: tuple[Callable[[Settings], object], ...] = (
+    lambda s: has_experts(s) and not s.moe_pad_expert_input_to_capacity,
+    lambda s: s.sft or s.dataloader_inter_document_masking,
+    lambda s: s.variable_seq_lengths,
+    lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+    # Groups whose backward comes soon stay on the device.
+    lambda s: s.fine_grained_activation_offloading,
+)
+
+
+def differ(settings: object) -> bool:
+    """Whether micro-batches of one stage may save differing sizes by these settings."""
+    return any(applies(Settings(settings)) for applies in _DIFFERING)
+
+
+def slices_differ(settings: object, slices: int) -> bool:
+    """Whether slices of one stage save differing sizes: by their lengths, or by unfused scores of ever more keys."""
+    even = getattr(settings, "bpipe_slice_lengths", EVEN) == EVEN
+    s = Settings(settings)
+    # By default, Megatron's selective recomputation is that of attention.
+    selective = s.recompute_granularity == "selective" and "core_attn" in (s.recompute_modules or ("core_attn",))
+    again = s.recompute_granularity == "full" or selective
+    # The length of a slice is a multiple of the ranks that share it.
+    unit = (s.tensor_model_parallel_size or 1) if s.sequence_parallel else 1
+    return slices > 1 and (
+        not even or bool((s.seq_length or 0) % (slices * unit)) or (s.transformer_impl == "local" and not again)
+    )
+
+
+def refuse(settings: object, balance: bool, executor: bool = False, strict: bool = False) -> None:
+    """Raise ValueError with every reason against these arguments, or a model's configuration, which may set more."""
+    problems = reasons(settings, balance, executor, strict)
+    # Only a training with a session loads this module.
+    guards = sys.modules.get("terra.run.guards")
+    if balance and guards is not None and guards.is_any_open():
+        problems.append(
+            "a terra.Session is open: under it a stage saves placeholders without the memory that --bpipe would "
+            "move; close the session, or train without --bpipe"
+        )
+    end_where(problems)
+
+
+def end_where(problems: Sequence[str]) -> None:
+    """Raise ValueError with all problems, if there are any."""
+    if problems:
+        raise ValueError("\n  ".join(["this run cannot start:", *problems]))

@@ -140,3 +140,21 @@ class Positions:
 
         half = self.half_of_replica(int(parallel_state.get_data_parallel_rank())) if self.pipes else 0
         return self.position_of(int(parallel_state.get_pipeline_model_parallel_rank()), half)
+
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """Return the global ranks of every pipeline of the world, by position, each pipeline once.
+
+        Equal on every rank. Collective over the world.
+        """
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from bpipe.transport.distributed import gathered
+
+        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        halves = [ranks]
+        if self.pipes:
+            # Two of Megatron's pipelines, of neighbouring data-parallel replicas.
+            replicas = gathered(ranks, parallel_state.get_data_parallel_group())
+            halves = [replicas[replica] for replica in self.pair_of(parallel_state.get_data_parallel_rank())]
+        return sorted(set(gathered(self.in_order(*halves))))

@@ -1,1 +1,1 @@
-"""Write what a run did to the report's folder and Megatron's writers; measure and audit stages."""
+"""Write what a run did to the report's folder; measure stages."""

@@ -14,46 +14,15 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from bpipe.config.features.table import Settings
-from bpipe.predict.flops import mfu
 from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, RunInfo, TrainingStep, append, write_whole
 from bpipe.runtime.failures import Failure
-from bpipe.runtime.run_record import PeakFlops, RunRecord, peak_of
+from bpipe.runtime.run_record import RunRecord, peak_of
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.iteration_graph import graph_pool_bytes
 from megatron.scheduling.loop.log import say
-from megatron.scheduling.loop.megatron_loops import as_list
-from megatron.scheduling.loop.watermark import Watermark, held
+from megatron.scheduling.loop.measurements import Watermark, held
+from megatron.scheduling.loop.megatron_loops import as_list, graph_pool_bytes
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.pipelines import pipelines
-from megatron.scheduling.record.metrics import Writers
-
-
-class Monitor:
-    """Writes the scalars of a training without a report, as often as Megatron writes its own."""
-
-    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
-        self._driver = driver
-        self._writers = Writers(config.positions, config.metrics_interval)
-        self._looked = False
-
-    def step(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """Run Megatron's training step."""
-        iteration = arguments["iteration"] + 1
-        if not self._looked:
-            self._looked = True
-            if not self._writers.look():
-                self._driver.tell_nobody()
-        logged = self._writers.due(iteration)
-        self._driver.note(iteration, logged)
-        begin_s = time.perf_counter()
-        result = run()
-        recorded = self._driver.recorded
-        if logged and recorded is not None:
-            self._writers.write(recorded, *self._driver.reached, None)
-        elif logged:
-            self._writers.write_replay(iteration, time.perf_counter() - begin_s)
-        return result
 
 
 class Reporter:
@@ -62,8 +31,6 @@ class Reporter:
     def __init__(self, config: SchedulingConfig, driver: Driver, watermark: Watermark) -> None:
         self._config, self._driver, self._watermark = config, driver, watermark
         self._folder, self._guard = watermark.folder, watermark.guard
-        self._writers = Writers(config.positions, config.metrics_interval)
-        self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
         self._started = False
         self._first, self._last = 0, 0
@@ -76,42 +43,31 @@ class Reporter:
         if self._record is None:
             self._record = self._begin(iteration, arguments)
         chosen = self._guard.open and self._first <= iteration <= self._last
-        logged = self._writers.due(iteration)
-        self._driver.note(iteration, chosen or logged)
+        self._driver.note(iteration, chosen)
         begin_s = time.perf_counter()
         try:
             result = run()
         except Exception as error:
             self._driver.failed(error)
             raise
-        elapsed_s = time.perf_counter() - begin_s
-        self._append(iteration, result, elapsed_s)
+        self._append(iteration, result, time.perf_counter() - begin_s)
         recorded = self._driver.recorded
         if recorded is not None:
             flops = self._config.flops(recorded.program.num_microbatches)
-            if chosen:
-                add = functools.partial(self._record.add, recorded, flops, self._driver.links)
-                self._guard.run(
-                    lambda: add(lambda: held(arguments["model"], arguments["optimizer"]).now_bytes), self._record.path
-                )
-            if logged:
-                share = None
-                if self._peak is not None and flops is not None:
-                    share = mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
-                self._writers.write(recorded, *self._driver.reached, share)
-        elif logged:
-            self._writers.write_replay(iteration, elapsed_s)
+            add = functools.partial(self._record.add, recorded, flops, self._driver.links)
+            self._guard.run(
+                lambda: add(lambda: held(arguments["model"], arguments["optimizer"]).now_bytes), self._record.path
+            )
         return result
 
     def _begin(self, iteration: int, arguments: Mapping[str, Any]) -> RunRecord:
         """Begin this rank's record before the first step. Collective over the world."""
         self._choose(iteration, Settings(get_model_config(as_list(arguments["model"])[0])))
-        self._writers.look()
         config, megatron, device = self._config, upstream.running(), torch.device(torch.cuda.current_device())
         on_cpu = device.type == "cpu"
         name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
         limit_bytes = None if on_cpu else int(torch.cuda.get_device_properties(device).total_memory)
-        self._peak = peak_of(name, config.peak_tflops)
+        peak_flops, peak_source = peak_of(name, config.peak_tflops)
         info = RunInfo(
             balanced=config.balance is not None,
             synchronous=config.transfers.synchronous,
@@ -119,10 +75,10 @@ class Reporter:
             torch=str(torch.__version__),
             megatron_core=megatron.version,
             megatron_core_path=str(megatron.place),
-            peak_flops=self._peak.flops_per_s if self._peak else None,
-            peak_source=self._peak.source if self._peak else None,
+            peak_flops=peak_flops,
+            peak_source=peak_source,
         )
-        ways, place = pipelines(config.positions), config.positions.here()
+        ways, place = config.positions.pipelines(), config.positions.here()
         record = RunRecord(self._folder, info, ways, place=place, device=name, limit_bytes=limit_bytes)
         self._guard.run(record.clear, record.path)
         begin = functools.partial(self._watermark.begin, record.run, record.pipeline, name, limit_bytes)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 
 
 class SequenceSlice(NamedTuple):

@@ -32,18 +32,16 @@ from unittest.mock import patch
 import torch
 
 from bpipe.config.launch.megatron_settings import without
-from bpipe.schedule.check import exchanges
+from bpipe.runtime.config import refuse_standstill
 from bpipe.schedule.families.families import FAMILIES, default_family
 from bpipe.schedule.program import Exchange
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling import cpu
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options.arguments import SchedulingConfig, config_from_args
 from megatron.scheduling.options.flags import add_arguments, complete
 from megatron.scheduling.record import one_stage
 from megatron.scheduling.start import startup
-from megatron.scheduling.start.exchanges import loops_of, run_loop
 
 # Errors by which Megatron refuses arguments. Any other is an error of this program or of the machine.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, NotImplementedError, KeyError, ZeroDivisionError)
@@ -126,9 +124,8 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
 
     Returns:
         `unknown`: flags that Megatron's parser does not have; `megatron`: why Megatron refuses the launch, or None;
-        `trainer`: why this project's trainer refuses it, a line per reason; `messages`: which messages between stages
-        are taken for others or who waits for whom for ever, a line each, or None if that is not judged; `unasked`: what
-        could not be judged here and why, or None.
+        `trainer`: why this project's trainer refuses it, a line per reason; `unasked`: what could not be judged here
+        and why, or None.
     """
     launch = _Launch(flags)
     answer: dict[str, Any] = {"unknown": launch.unknown, "megatron": None, "trainer": [], "unasked": None}
@@ -139,7 +136,7 @@ def judge(flags: Sequence[str], devices: tuple[int, int] | None) -> dict[str, An
             answer["megatron"] = str(refusal)
         except Exception as error:
             answer["unasked"] = f"{type(error).__name__}: {_message(error)}"
-    return {**answer, "messages": launch.messages}
+    return answer
 
 
 class _Launch:
@@ -148,8 +145,6 @@ class _Launch:
     def __init__(self, flags: Sequence[str]) -> None:
         self.flags = flags
         self.unknown: list[str] = []
-        # What is wrong with the messages between stages; None until they are judged, or if they are not.
-        self.messages: list[str] | None = None
         # By argument, the flag of Megatron's parser, and the words that were given.
         self._names: dict[str, str] = {}
         self._given: dict[str, str] = {}
@@ -188,11 +183,9 @@ class _Launch:
         except ValueError as error:
             return [line.strip() for line in str(error).splitlines() if line != "this run cannot start:"]
         # The number of replicas says how many micro-batches there are, unless somebody says it.
-        is_known = devices is not None or "global_batch_size" in self._given
-        if config.own is None and is_known:
+        if config.own is None and (devices is not None or "global_batch_size" in self._given):
             with self._refusing("global_batch_size", "micro_batch_size", "pipeline_model_parallel_size"):
                 _check_interleaved_loop(args)
-        self.messages = _messages(args, is_known) if config.own is None else []
         try:
             _check_transfers(args, config)
         except ValueError as error:
@@ -405,30 +398,26 @@ def _check_interleaved_loop(args: Any) -> None:
         return
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
+    single = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     stages = SimpleNamespace(size=lambda: args.pipeline_model_parallel_size, rank=lambda: 0)
+    chunks: list[Any] = [torch.nn.Module() for _ in range(config.virtual_pipeline_model_parallel_size)]
+    for chunk in chunks:
+        chunk.config, chunk.model_type = config, None
     with _stopping_at(schedules, "get_pp_rank_microbatches"):
-        communicator = SimpleNamespace(config=config, pp_group=stages)
-        run_loop(config, communicator, get_num_microbatches(), args.seq_length, args.micro_batch_size)
-
-
-def _messages(args: Any, is_known: bool) -> list[str] | None:
-    """Return what is wrong with the messages between stages in Megatron's own loop; None if that is not known.
-
-    `is_known`: whether the number of micro-batches is.
-    """
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    if args.pipeline_model_parallel_size == 1:
-        return []
-    if args.overlap_moe_expert_parallel_comm or args.pipeline_model_parallel_comm_backend not in (None, "nccl"):
-        return None
-    config = core_transformer_config_from_args(args)
-    loops = loops_of(config, get_num_microbatches() if is_known else None)
-    return exchanges.faults(loops)
+        schedules.forward_backward_pipelining_with_interleaving(
+            forward_step_func=None,
+            data_iterator=[None] * len(chunks),
+            model=chunks,
+            num_microbatches=get_num_microbatches(),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            p2p_communicator=SimpleNamespace(config=config, pp_group=stages),
+            pg_collection=ProcessGroupCollection(tp=single, cp=single),
+        )
 
 
 def _check_transfers(args: Any, config: SchedulingConfig) -> None:

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
+from bpipe.runtime.shards import Rows, embedded, rows_gradient
 from megatron.scheduling.loop.chunks import Call
 
 _DROP = "train without --bpipe-vocabulary-input"

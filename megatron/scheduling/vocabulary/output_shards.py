@@ -3,26 +3,34 @@
 A shard has the name of the whole layer. On the last rank the model's forward notes the inputs of logits and losses, and
 computes neither. Megatron's constructor runs to its end first, so that all weights are those of a run without shards: each
 rank draws by a seed of its own. Then the last rank deals its rows out.
+
+If the embedding shares the weight, one rank embeds with the whole of it. The gradients of the copies are summed row by row,
+as in Megatron's all-reduce between the first rank and the last: a sum of two numbers has the same bits either way. A
+checkpoint has one weight, under the embedding's key.
 """
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 
 from bpipe.config.features.queries import reasons_of
 from bpipe.config.features.table import SHARDED, Settings
-from bpipe.runtime.vocabulary import Rows
+from bpipe.runtime.shards import Rows
+from bpipe.transport.distributed import gather_into
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
-from megatron.scheduling.placement import checkpoints, embeddings
+from megatron.scheduling.options.arguments import end_where
+from megatron.scheduling.placement import chunks
 from megatron.scheduling.placement.positions import Positions
-from megatron.scheduling.start.refusals import end_where
-from megatron.scheduling.vocabulary import input_shards, tied_shards
+from megatron.scheduling.vocabulary import input_shards
+from megatron.scheduling.vocabulary.input_shards import piece
 
 
 class LossInputs(NamedTuple):
@@ -38,6 +46,9 @@ class LossInputs(NamedTuple):
     """Zeros [b, s] in place of the tokens' losses."""
 
 
+_OUTPUT, _EMBEDDING = "output_layer.", "embedding.word_embeddings."
+# In a checkpoint rows on other ranks than the first are copies of its own.
+_COPY = 1
 # Gets the losses [b, s] of each further token, and whether its label had the largest logit.
 Log = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
@@ -148,8 +159,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         if self.shared:
             return {}
         if self.tied:
-            return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
-        return {key: input_shards.piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
+            return {key: tied_entry(self.weight, self.number, self.rows, prefix, replica)}
+        return {key: piece(key, self.weight, self.number, self.rows, (0, 0, replica))}
 
 
 class Splitting:
@@ -166,8 +177,8 @@ class Splitting:
             patches.GPT_MODEL: patches.replaced_by(self._construct),
             patches.HYBRID_MODEL: patches.replaced_by(self._construct),
             patches.TIED_GRADIENTS: patches.replaced_by(self._sum_tied_gradients),
-            **checkpoints.BY_LAYER,
-            **checkpoints.ONCE,
+            **chunks.BY_LAYER,
+            **chunks.ONCE,
         }
 
     def _construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,12 +199,12 @@ class Splitting:
             # One weight has both gradients already.
             return
         if layer.tied:
-            tied_shards.sum_gradients(model, layer.weight, self._positions.rank_at(0))
+            sum_tied_gradients(model, layer.weight, self._positions.rank_at(0))
             return
         all_reduce(model, *args, **kwargs)
         if self._positions.folded:
             # Layers that predict further tokens have a copy of the embedding.
-            embeddings.sum_gradients(model[0], model[-1])
+            chunks.sum_gradients(model[0], model[-1])
 
 
 def output_shard(model: Any) -> OutputLayerShard:
@@ -232,7 +243,7 @@ def split(first: Any, model: Any, embeds: int | None = None) -> None:
     if embeds is not None:
         _split_embedding(first, model, shard, embeds)
     elif shard.tied:
-        tied_shards.tie(first, model, shard.weight, shard.rows)
+        tie(first, model, shard.weight, shard.rows)
     if embeds is not None and model.post_process:
         # After the embedding on every rank: a weight that both share has one name.
         del model.output_layer
@@ -278,3 +289,85 @@ def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: 
     received = rows.cuda()
     dist.scatter(received, parts, src=source, group=pipeline)
     rows.copy_(received)
+
+
+def tie(first: Any, last: Any, weight: torch.nn.Parameter, rows: Rows) -> None:
+    """Mark a rank's rows as Megatron marks the last rank's copy, so that the norm counts each number once, and save the
+    embedding's weight in as many pieces as there are shards. The chunks `first` and `last` may be one."""
+    weight.shared = weight.shared_embedding = True  # type: ignore[attr-defined]
+    # Megatron would take the output layer's entry for the whole weight.
+    last.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
+    if last.post_process:
+        # There is no whole copy any more that must be kept equal on one rank.
+        last.shared_embedding_or_output_weight = lambda: None
+    if first.pre_process:
+        _file_in_pieces(first.embedding.word_embeddings, first.pg_collection.tp.rank(), rows)
+
+
+def tied_entry(weight: torch.nn.Parameter, shard: int, rows: Rows, prefix: str, replica: int) -> ShardedTensor:
+    """Return the sharded tensor of a rank's rows, a copy of the embedding's; `replica` is the rank among equal ones."""
+    key = f"{prefix.removesuffix(_OUTPUT)}{_EMBEDDING}weight"
+    return piece(key, weight, shard, rows, (_COPY, 0, replica))
+
+
+def sum_tied_gradients(chunks: Sequence[torch.nn.Module], weight: torch.nn.Parameter, embeds: int) -> None:
+    """Give all copies of a row the sum of both layers' gradients, which are already reduced over replicas.
+
+    `weight` is in the last of the rank's chunks, and `embeds` is the rank in the pipeline with the embedding. A frozen
+    weight has no gradients. Collective over the model's pipeline.
+    """
+    first: Any = unwrap_model(chunks[0])
+    pipeline = first.pg_collection.pp
+    root = dist.get_process_group_ranks(pipeline)[embeds]
+    gradient = _gradient(chunks[-1], weight)
+    if gradient is None:
+        return
+    whole = _gradient(chunks[0], first.embedding.word_embeddings.weight) if first.pre_process else None
+    parts = None if whole is None else list(whole.chunk(pipeline.size()))
+    others = torch.empty_like(gradient)
+    dist.scatter(others, parts, src=root, group=pipeline)
+    gradient.add_(others)
+    # Rows of a matrix are contiguous, so the parts are views: the sums are written in place.
+    dist.gather(gradient, parts, dst=root, group=pipeline)
+
+
+def _gradient(chunk: Any, weight: Any) -> torch.Tensor | None:
+    """Return a weight's whole gradient.
+
+    With the distributed optimizer a replica has only a part of it, and other parts for the two layers.
+    """
+    gradient: torch.Tensor | None = weight.main_grad if hasattr(weight, "main_grad") else weight.grad
+    ddp = getattr(chunk, "ddp_config", None)
+    if gradient is None or ddp is None or not ddp.use_distributed_optimizer:
+        return gradient
+    group = chunk.param_to_bucket_group[weight]
+    (bucket,) = (bucket for bucket in group.buckets if weight in bucket.params)
+    replicas = group.intra_distributed_optimizer_instance_group
+    part = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()]
+    # The part is in the memory that is written.
+    gather_into(bucket.grad_data, part.clone(), group=replicas)
+    begin, end = bucket.param_to_index[weight]
+    # The gradient may have memory of its own.
+    gradient.copy_(bucket.grad_data[begin:end].view_as(gradient))
+    return gradient
+
+
+def _file_in_pieces(embedding: Any, tensor_rank: int, rows: Rows) -> None:
+    """A checkpoint has all pieces of one weight in one size, whichever rank saves them."""
+    state_of_whole = embedding.sharded_state_dict
+
+    def build(key: str, whole: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        parts = whole.chunk(rows.pipeline)
+        return [piece(key, part, rows.shard(tensor_rank, place), rows, replica_id) for place, part in enumerate(parts)]
+
+    def in_pieces(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {
+            name: ShardedTensorFactory(
+                whole.key, whole.data, build, lambda parts: torch.cat(list(parts)), whole.replica_id
+            )
+            if name.endswith("weight")
+            else whole
+            for name, whole in state_of_whole(*args, **kwargs).items()
+        }
+
+    embedding.sharded_state_dict = types.MethodType(in_pieces, embedding)

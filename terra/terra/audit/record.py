@@ -90,12 +90,11 @@ class Recorder:
             ...
     ```
     Operations outside of a step run and are not recorded. One thread at a time, with what autograd runs for it.
-    `through`: files whose functions stand in for torch's; their operations count as issued by their callers.
     """
 
-    def __init__(self, through: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.steps: dict[object, Step] = {}
-        self._places = Places(through)
+        self._places = Places()
         self._now: Step | None = None
         # Memory from outside is kept while recording: otherwise another tensor could take its place and pass for it.
         self._given: dict[int, tuple[torch.UntypedStorage, Fixed]] = {}

@@ -6,15 +6,13 @@ from typing import Any
 from terra.audit.compare import Audit, Finding
 
 
-def text(audit: Audit, steps: str = "steps") -> str:
-    """Return the audit as text. `steps`: what was compared."""
+def text(audit: Audit) -> str:
+    """Return the audit as text."""
     sizes = sorted(set(audit.num_operations))
     size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     count = len(audit.findings)
     things = f"{count} thing{'s' * (count > 1)}" if count else "nothing found"
-    lines = [
-        f"{audit.num_steps} {steps} of {size} operations: {things} that a CUDA graph would freeze, lose or break on"
-    ]
+    lines = [f"{audit.num_steps} steps of {size} operations: {things} that a CUDA graph would freeze, lose or break on"]
     by_line: dict[str, list[Finding]] = {}
     for finding in audit.findings:
         by_line.setdefault(str(finding.place), []).append(finding)

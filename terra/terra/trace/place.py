@@ -9,7 +9,7 @@ import bisect
 import dis
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -54,13 +54,9 @@ UNKNOWN = Place("<unknown>", 0, "?")
 
 
 class Places:
-    """Finds the places of one program's operations, and remembers those of forwards for their backwards.
+    """Finds the places of one program's operations, and remembers those of forwards for their backwards."""
 
-    `through`: files whose functions stand in for torch's. Their calls count as their callers'.
-    """
-
-    def __init__(self, through: Iterable[str] = ()) -> None:
-        self._through = frozenset(through)
+    def __init__(self) -> None:
         self._lines: dict[tuple[CodeType, int, CodeType | None, int], Place] = {}
         self._forwards: dict[int, Place] = {}
 
@@ -90,8 +86,6 @@ class Places:
         inner, outer = None, None
         for frame in _frames(sys._getframe(1)):
             file = frame.f_code.co_filename
-            if file in self._through:
-                continue
             if in_node and _ENGINE in frame.f_code.co_names:
                 return None
             if not file.startswith(_TORCH):

@@ -13,9 +13,9 @@ from bpipe.plan.space import Space, has_one_queue, stands_still
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt
+from bpipe.runtime.config import refuse_standstill
 from bpipe.schedule.program import Exchange
 from bpipe.transport.config import TransferConfig
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from tests.support.predicted import every_setup
 
 FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")

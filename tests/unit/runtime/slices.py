@@ -13,8 +13,8 @@ import torch
 
 from bpipe.runtime.stage import Part, Tensors, TorchStages
 from bpipe.schedule.action import Action
+from megatron.scheduling.slices.attention import KeptKeys
 from megatron.scheduling.slices.cuts import Cutting
-from megatron.scheduling.slices.key_value_cache import KeptKeys
 
 
 def new_keys(rows: int, slices: int) -> KeptKeys:

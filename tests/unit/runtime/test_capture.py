@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bpipe.runtime.capture import Claims, SavedStorage, find
+from bpipe.runtime.capture import Claims, Retrace, SavedStorage, find
 from bpipe.runtime.graph import Pieces
-from bpipe.runtime.retrace import Retrace
 
 CPU = torch.device("cpu")
 

@@ -20,10 +20,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from bpipe.runtime.capture import find
-from bpipe.runtime.checkpoints import Regions
-from bpipe.runtime.graph import nodes_of, saved_names
-from bpipe.runtime.retrace import Retrace
+from bpipe.runtime.capture import Retrace, find
+from bpipe.runtime.graph import Regions, nodes_of, saved_names
 from tests.unit.runtime.test_capture import there_and_back
 
 CPU = torch.device("cpu")

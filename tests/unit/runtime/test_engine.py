@@ -17,13 +17,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from bpipe.runtime.acceptor import ReceivingAcceptor
+from bpipe.runtime import RuntimeFault, TransferError
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.ranges import name_of
-from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.partners import ReceivingAcceptor
+from bpipe.runtime.recorder import Recorder, name_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
@@ -31,7 +30,7 @@ from bpipe.schedule.hosts import read_hosts
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
 from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.transport.config import TransferConfig
-from bpipe.transport.layout import Sizes
+from bpipe.transport.memory import Sizes
 from bpipe.transport.streams import Clock, Streams
 from tests.unit.runtime.loop import WIDTH, gradient, new_weight, run_iteration, schedule, stage
 

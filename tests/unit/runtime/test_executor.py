@@ -9,8 +9,8 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.runtime import RuntimeFault
 from bpipe.runtime import executor as executor_module
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import TorchStages
 from bpipe.schedule.action import Action, Kind

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.runtime import failures
-from bpipe.runtime.errors import TransferError
+from bpipe.runtime import TransferError, failures
 from bpipe.runtime.failures import Failure, Watch
 
 

@@ -8,8 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.shards import InputShard, OutputShard
-from bpipe.runtime.vocabulary import embedded, rows_gradient
+from bpipe.runtime.shards import InputShard, OutputShard, embedded, rows_gradient
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.forward_only import forwards_only

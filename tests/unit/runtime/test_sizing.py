@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bpipe.runtime.sizing import Sizing, Unmoved
+from bpipe.runtime.evictor import Sizing, Unmoved
 from bpipe.schedule.memory import RESERVE
-from bpipe.transport.layout import aligned, allocated_bytes
+from bpipe.transport.memory import aligned, allocated_bytes
 
 
 def test_a_room_has_a_reserve_and_grows_to_the_most_that_was_seen() -> None:

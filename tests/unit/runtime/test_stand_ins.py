@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.runtime import checkpoints
+from bpipe.runtime import RuntimeFault, graph
 from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.config import EngineConfig
 from bpipe.runtime.engine import Engine
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import WIDTH, Layer, new_weight, run_iteration, schedule, stage
 from tests.unit.runtime.test_engine import Late, LateTransport
@@ -161,7 +160,7 @@ def test_what_hooks_keep_elsewhere_stays_and_the_rest_moves(copies: bool, monkey
 
     with pytest.raises(ValueError, match="saved a tensor through a hook of tests"):
         trained(layer(), Verifier("rank 0", CPU, math.inf))
-    monkeypatch.setattr(checkpoints, "_ASIDE", {__name__})
+    monkeypatch.setattr(graph, "_ASIDE", {__name__})
     moves_right(layer)
     for owner in owners[1:]:
         assert owner.num_given_back == owner.num_packed > 0

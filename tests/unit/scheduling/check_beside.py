@@ -1,7 +1,6 @@
 """What the hooks and their driver do around a loop, with Megatron's own timers and configuration."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,25 +9,23 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import timers as megatron_timers
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.one_f_one_b import ONE_F_ONE_B
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop import measurements
 from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.iteration_graph import Recapture
 from megatron.scheduling.loop.log import FirstIterations
-from megatron.scheduling.loop.megatron_loops import Hooks
+from megatron.scheduling.loop.megatron_loops import Hooks, Recapture
 from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.positions import Positions
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -85,7 +82,6 @@ def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
         num_ranks=STAGES,
         num_chunks=1,
         balance=BalanceConfig(),
-        timers_interval=1,
         transfers=TransferConfig(minimum_bytes=1),
     )
     with (
@@ -152,36 +148,6 @@ def check_a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_ba
     assert model.config.finalize_model_grads_func is finalize
 
 
-def check_megatrons_timers_never_run_around_a_transfer() -> None:
-    """A Megatron timer synchronises the device, so every transfer would be waited for at its start."""
-    timers = megatron_timers.Timers(2, "minmax")
-    model = Stage(timers=timers)
-    logged: dict[str, float] = {}
-
-    def log(names: list[str], normalizer: float) -> None:
-        logged.update({name: timers(name).elapsed() / normalizer for name in names if name in timers._timers})
-
-    timers.log = log
-
-    def refuse_to_start(timer: object, barrier: bool = False) -> None:
-        raise AssertionError("a timer of Megatron's runs around a transfer")
-
-    # Each look at the clock is a second later than the one before, so what is timed once takes a second.
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    with (
-        driver_of(0, LateTransport()) as driver,
-        mock.patch.object(megatron_timers.Timer, "start", refuse_to_start),
-        mock.patch.object(measurements, "time", clock),
-    ):
-        run = wrapped(driver, lambda model, num_microbatches: computing(driver, 0))
-        run(model=model, num_microbatches=MICROBATCHES)
-        assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5 + 1}, (
-            "in the first iteration the sizes too"
-        )
-        run(model=model, num_microbatches=MICROBATCHES)
-        assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
-
-
 def check_a_run_that_would_deadlock_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
     config = SchedulingConfig(
@@ -190,7 +156,7 @@ def check_a_run_that_would_deadlock_is_refused() -> None:
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.loop.driver.connect_pairs", return_value=connected),
-        mock.patch("megatron.scheduling.loop.driver.pipelines", return_value=[range(10)]),
+        mock.patch.object(Positions, "pipelines", return_value=[range(10)]),
         mock.patch("megatron.scheduling.loop.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match=r"with --bpipe-sync-transfers, ranks can wait for each other for ever: drop"),
@@ -231,7 +197,7 @@ def check_a_graph_is_dropped_when_its_iteration_changes_and_when_it_is_of_anothe
     wrapper: Any = SimpleNamespace(reset_cuda_graph=dropped.append)
     recapture = Recapture(SimpleNamespace(balance=None))  # type: ignore[arg-type]
     with (
-        mock.patch("megatron.scheduling.loop.iteration_graph.say"),
+        mock.patch("megatron.scheduling.loop.megatron_loops.say"),
         mock.patch.dict(FullCudaGraphWrapper.cuda_graph, training=object()),
     ):
         for number, evaluates, num_dropped in ((4, 0, 1), (4, 0, 1), (2, 1, 1), (8, 0, 2), (8, 0, 2)):

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import Halves, ask, delaying
 

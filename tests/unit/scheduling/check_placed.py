@@ -24,9 +24,16 @@ from torch._C._distributed_c10d import HashStore
 
 from bpipe.schedule.layout import Layout, one_pipe
 from megatron.scheduling.hooks import patches, repairs
-from megatron.scheduling.placement import checkpoints, embeddings
-from megatron.scheduling.placement.chunks import View, require_built_here, wraps_of
-from megatron.scheduling.placement.embeddings import Refused, refuse_group
+from megatron.scheduling.placement.chunks import (
+    Refused,
+    View,
+    first_replicas,
+    refuse_group,
+    require_built_here,
+    separate_copies,
+    sum_gradients,
+    wraps_of,
+)
 from megatron.scheduling.placement.positions import Positions
 
 RANKS = 4
@@ -375,18 +382,18 @@ def check_copies_of_a_tied_weight_stay_equal() -> None:
     for name in ("main_grad", "grad"):
         for number, chunk in enumerate(chunks):
             setattr(chunk.weight, name, torch.full((3, 2), 1.0 + number))
-        embeddings.sum_gradients(*chunks)
+        sum_gradients(*chunks)
         assert all(torch.equal(getattr(chunk.weight, name), torch.full((3, 2), 3.0)) for chunk in chunks), name
         for chunk in chunks:
             delattr(chunk.weight, name) if name == "main_grad" else setattr(chunk.weight, name, None)
-    embeddings.sum_gradients(*chunks)
+    sum_gradients(*chunks)
     assert chunks[0].weight.grad is None, "frozen weights have no gradients"
     for first, last in (
         (Chunk(True, False, shared=False), Chunk(False, True, shared=False)),
         (Chunk(False, False), Chunk(False, True)),
     ):
         first.weight.grad, last.weight.grad = torch.ones(3, 2), torch.ones(3, 2)
-        embeddings.sum_gradients(first, last)
+        sum_gradients(first, last)
         assert torch.equal(first.weight.grad, torch.ones(3, 2)), "two weights of their own"
 
 
@@ -396,12 +403,12 @@ def check_a_copy_is_saved_once_and_loaded_apart() -> None:
 
     state = {"first": {"weight": shard(0)}, "last": {"weight": shard(1)}, "step": 3}
     for order in (state, dict(reversed(state.items()))):
-        kept = checkpoints.first_replicas(order)
+        kept = first_replicas(order)
         assert isinstance(kept["first"]["weight"], ShardedTensor)
         assert not isinstance(kept["last"]["weight"], ShardedTensor)
         assert kept["step"] == 3
     weight = torch.arange(4.0)
-    apart = checkpoints.separate_copies({"first": weight, "last": weight, "empty": [weight[:0], weight[:0]], "step": 3})
+    apart = separate_copies({"first": weight, "last": weight, "empty": [weight[:0], weight[:0]], "step": 3})
     assert torch.equal(apart["first"], apart["last"])
     assert apart["first"].data_ptr() != apart["last"].data_ptr()
     assert apart["step"] == 3

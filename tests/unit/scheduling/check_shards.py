@@ -15,13 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._C._distributed_c10d import HashStore
 
-from bpipe.runtime.shards import EarlyShard
-from bpipe.runtime.vocabulary import Rows
+from bpipe.runtime.shards import EarlyShard, Rows
 from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.chunks import Call, ChunkStages, RankPart
 from megatron.scheduling.loop.halves import Halves
-from megatron.scheduling.placement import checkpoints
-from megatron.scheduling.vocabulary import tied_shards
+from megatron.scheduling.placement.chunks import first_replicas
+from megatron.scheduling.vocabulary import output_shards
 from megatron.scheduling.vocabulary.input_shards import Inputs, gather_tokens, noted_steps
 from megatron.scheduling.vocabulary.output_shards import OutputLayerShard, output_shard, split
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
@@ -246,14 +245,14 @@ def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     )
     first.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
     weight = torch.nn.Parameter(whole[4:8].clone())
-    tied_shards.tie(first, first, weight, rows)
+    output_shards.tie(first, first, weight, rows)
     assert weight.shared
     assert weight.shared_embedding
     entry = first.embedding.word_embeddings.sharded_state_dict(prefix="embedding.word_embeddings.")[key]
     assert entry.data is whole
     pieces = entry.build()
     assert torch.equal(entry.merge_fn([piece.data for piece in pieces]), whole)
-    copy = tied_shards.entry(weight, 1, rows, "output_layer.", 2)
+    copy = output_shards.tied_entry(weight, 1, rows, "output_layer.", 2)
     for piece in (*pieces, copy):
         assert (piece.key, piece.global_shape, piece.local_shape, piece.axis_fragmentations) == (
             key,
@@ -266,12 +265,12 @@ def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
     assert torch.equal(copy.data, pieces[1].data)
     # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
-    whole_and_part = {"embedding": entry, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
-    saved = checkpoints.first_replicas(whole_and_part)
+    whole_and_part = {"embedding": entry, "output": output_shards.tied_entry(weight, 1, rows, "output_layer.", 0)}
+    saved = first_replicas(whole_and_part)
     assert saved["embedding"] is entry
     assert isinstance(saved["output"], LocalNonpersistentObject)
     alone = {"output": copy}
-    assert checkpoints.first_replicas(alone) == alone
+    assert first_replicas(alone) == alone
 
 
 def check_an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:

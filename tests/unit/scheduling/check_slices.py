@@ -23,12 +23,12 @@ from torch._C._distributed_c10d import HashStore
 
 from bpipe.config.flags.values import slice_lengths
 from bpipe.predict.slices import even_bounds
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
 from bpipe.schedule.layout import EVEN, WORK
 from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention, cuts, key_value_cache, state
-from megatron.scheduling.slices.state import Slicing, attention_share, bounds_of
+from megatron.scheduling.slices import attention, cuts, stages
+from megatron.scheduling.slices.stages import Slicing, attention_share, bounds_of
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
 # What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
@@ -498,22 +498,22 @@ class _Alone(torch.nn.Module):
 def check_layers_that_see_their_own_slice_alone_are_refused() -> None:
     with sliced(even_bounds(LENGTH, 2)):
         model = model_of(USUAL, torch.float32)
-        state.judge([model])
+        stages.judge([model])
         model.decoder.layers[1].self_attention.core_attention = _Alone()
         with pytest.raises(ValueError, match="this model cannot be cut:\n  _Alone sees only the keys of its own"):
-            state.judge([model])
+            stages.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
         with pytest.raises(ValueError, match=r"_Alone is not one of Megatron's attention classes and sees"):
-            state.judge([model])
+            stages.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
         with pytest.raises(ValueError, match=r"SelfAttention has the mask padding, but earlier slices cannot see"):
-            state.judge([model])
+            stages.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
-            state.judge([model])
+            stages.judge([model])
     with pytest.raises(ValueError, match="DotProductAttention sees only the keys of its own slice"):
-        state.judge([model_of(USUAL, torch.float32)])
+        stages.judge([model_of(USUAL, torch.float32)])
 
 
 def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
@@ -525,7 +525,7 @@ def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> Non
         return _attended(query, key, value)
 
     of_cutting = cuts.Cutting(even_bounds(LENGTH, 2))
-    run, layer = attention._engines_attention(key_value_cache.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
+    run, layer = attention._engines_attention(attention.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
     own = torch.ones(48, 1, 2, 8)
     for number in (0, 1):
         with of_cutting.at(number):

@@ -10,21 +10,21 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime import RuntimeFault
+from bpipe.runtime.evictor import Sizing, Unmoved
 from bpipe.runtime.links import host_buffers
-from bpipe.runtime.sizing import Sizing, Unmoved
 from bpipe.schedule.memory import KeptMemory, peak_counts
 from bpipe.transport.host_memory import Buffers
 from megatron.scheduling.loop import log
 from megatron.scheduling.loop.log import MOST_TOLD, Differing, sufficiency
 from megatron.scheduling.loop.measurements import (
+    Besides,
     FirstMeasured,
     kept_at_peak,
     latest_by_place,
     most_by_place,
     moved_by_place,
 )
-from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, devices_of, measure_process
 from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, joined
 

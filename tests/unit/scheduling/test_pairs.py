@@ -1,8 +1,6 @@
 """The schedule's pairs decide which ranks share a node, wherever their stages are among Megatron's ranks."""
 
 import os
-from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +9,9 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.files.text import write_csv
-from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.memory import moves_anything
-from megatron.scheduling.loop.log import describe, grouped
+from megatron.scheduling.loop.log import describe
 from megatron.scheduling.placement import rank_order as placement
 from tests.unit.scheduling.test_choosing import args as megatrons
 
@@ -109,31 +105,3 @@ def test_why_nothing_moves_is_said_of_the_schedule_at_hand(sizes: Any, bound: in
     *sizes, v = sizes
     config = ScheduleConfig(*sizes, num_chunks=v, balance=BalanceConfig(None if bound is None else (bound,)))
     assert describe(build(config)).endswith(line)
-
-
-def test_what_was_chosen_is_said() -> None:
-    config = ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, balance=BalanceConfig((6,)))
-    (line,) = grouped(config, build(config))
-    assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; at most" in line
-    assert line.endswith("at most 6 held (7 with host buffers, which stay), bubble 9.4 %")
-    costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20))
-    (line,) = grouped(replace(config, costs=costs), build(config))
-    assert "a bound of 6 micro-batches of a chunk at costs of 1,1.2,0.8 and a hop of 0.05: groups" in line
-    shards = ScheduleConfig(
-        "grouped-interleaved",
-        4,
-        12,
-        num_chunks=2,
-        balance=BalanceConfig((6,), buffers_stay=True),
-        vocabulary=Vocabulary.ONE,
-    )
-    (line,) = grouped(shards, build(shards))
-    assert line.startswith("grouped-interleaved-vocabulary-1, chosen for a bound of 6 micro-batches of a chunk")
-    assert line.endswith("at most 6 held")
-    (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2), build(config))
-    assert "groups of 2 micro-batches (the default)" in usual
-    for ungrouped in (
-        ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, group_size=2),
-        ScheduleConfig("1f1b", 4, 8),
-    ):
-        assert not grouped(ungrouped, build(ungrouped))

@@ -9,7 +9,7 @@ import pytest
 import terra
 from bpipe.config.features.queries import features_of, guarded, reasons, sliced_reasons
 from bpipe.config.features.table import FEATURES, SLICED, State
-from megatron.scheduling.start.refusals import differ, refuse, slices_differ
+from megatron.scheduling.options.arguments import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
 GRAPH: dict[str, Any] = {"cuda_graph_impl": "full_iteration"}

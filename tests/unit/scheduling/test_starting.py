@@ -15,13 +15,13 @@ from megatron.scheduling import install, launch
 from megatron.scheduling.hooks import repairs
 from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig
 from megatron.scheduling.options.flags import add_arguments
-from megatron.scheduling.start import exits, startup
+from megatron.scheduling.start import startup
 
 
 def parser() -> argparse.ArgumentParser:
     parser = add_arguments(argparse.ArgumentParser(prog="pretrain.py", allow_abbrev=False))
     parser.add_argument("--num-layers", type=int)
-    exits.refuse_once(parser)
+    launch.refuse_once(parser)
     return parser
 
 
@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_a_node(
         monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         monkeypatch.setenv("GROUP_RANK", str(rank // 2))
         with pytest.raises(SystemExit) as ended:
-            exits.need_folder(str(tmp_path / "file/report"))
+            launch.need_folder(str(tmp_path / "file/report"))
         assert ended.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == f"bpipe: error: --bpipe-report {tmp_path}/file/report: Not a directory"
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_a_node(
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    exits.need_folder(str(tmp_path / "runs/mine"))
+    launch.need_folder(str(tmp_path / "runs/mine"))
     assert list((tmp_path / "runs/mine").iterdir()) == []
 
 
@@ -95,10 +95,8 @@ ASKED: dict[str, Any] = {
     "report": "runs/mine",
     "report_iterations": (3, 5),
     "peak_tflops": 989.0,
-    "metrics_interval": 10,
     "memory": MemoryBudget((None,), True),
     "costs": Costs(()),
-    "audit": 2,
 }
 
 

@@ -131,7 +131,7 @@ FUSED = "from tests.gloo.fused import stand_in\nstand_in()\n"
 @pytest.mark.parametrize(
     ("program", "names"),
     [
-        (RUN, ("check_patches", "check_beside", "check_shards", "check_placed", "check_audit", "check_sessions")),
+        (RUN, ("check_patches", "check_beside", "check_shards", "check_placed", "check_sessions")),
         (FUSED + RUN, ("check_halves",)),
         (RUN, ("check_slices",)),
     ],

@@ -5,13 +5,12 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.config import wait_level
+from bpipe.runtime.config import refuse_standstill, wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.loop.transfer_waits import refuse_standstill
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

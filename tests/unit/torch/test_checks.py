@@ -17,9 +17,8 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.memory import moves_anything, peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.torch import checks
-from bpipe.torch.checks import received_in, refuse_split_recomputation, refuse_standstill, why_unmoved
-from bpipe.torch.orders import torch_orders
+from bpipe.torch import orders
+from bpipe.torch.orders import received_in, refuse_split_recomputation, refuse_standstill, torch_orders, why_unmoved
 from bpipe.torch.schedule import name_arguments
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
@@ -155,5 +154,5 @@ def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with pytest.raises(ValueError, match="after the action"):
         received_in(waiting, schedule)
-    monkeypatch.setattr(checks, "SEND_WAITS", (Computation.UNSHARD,))
+    monkeypatch.setattr(orders, "SEND_WAITS", (Computation.UNSHARD,))
     assert received_in(waiting, schedule) == received_in(listed, schedule)

@@ -17,7 +17,7 @@ from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
 from bpipe.schedule.memory import num_transfers
 from bpipe.torch.memory_budget import RankBudgets, StageSizes, budget_bytes
 from bpipe.torch.trace import predict_peaks, trace_stages
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.memory import BufferLayout
 
 WIDTH, ROWS = 64, 16
 MAT = 4 * ROWS * WIDTH

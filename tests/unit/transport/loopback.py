@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bpipe.transport.control import Subject
+from bpipe.transport.distributed import Subject
 from bpipe.transport.memory import Lender, SharedMemory
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.streams import CopyLane, Device, Done, Pending

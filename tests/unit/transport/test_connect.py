@@ -15,7 +15,7 @@ from bpipe.runtime.links import describe
 from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout
+from bpipe.transport.memory import ALIGNMENT_BYTES, BufferLayout
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.streams import Device
 from tests.unit.transport.loopback import controls, together

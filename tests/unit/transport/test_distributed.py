@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.transport import control, distributed
-from bpipe.transport.control import Control, Subject, Works
+from bpipe.transport import distributed
 from bpipe.transport.distributed import (
     MAX_BATCHED_OPERATIONS,
     MAX_CTAS,
+    Control,
     Distributed,
     Headed,
     PairGroups,
+    Subject,
+    Works,
     destroy_groups,
     new_group,
     pair_groups,
@@ -281,7 +283,7 @@ class Wire:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
-    monkeypatch.setattr(control, "dist", wire)
+    monkeypatch.setattr(distributed, "dist", wire)
     return wire
 
 

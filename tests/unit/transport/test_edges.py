@@ -12,8 +12,7 @@ import torch
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.program import Message
 from bpipe.transport import edges
-from bpipe.transport.control import Control, Subject
-from bpipe.transport.distributed import PairGroups
+from bpipe.transport.distributed import Control, PairGroups, Subject
 from bpipe.transport.edges import Edge, Edges
 from tests.unit.transport.loopback import controls
 

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import DeviceMemory, SharedMemory
+from bpipe.transport.memory import BufferLayout, DeviceMemory, SharedMemory, Sizes
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.streams import Job, Pending, ThreadLane
 from tests.unit.transport.fake_cuda import FakeCuda

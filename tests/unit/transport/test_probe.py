@@ -8,11 +8,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bpipe.transport import probe
-from bpipe.transport.layout import Sizes
-from bpipe.transport.memory import DeviceMemory
+from bpipe.transport import connect
+from bpipe.transport.connect import measure
+from bpipe.transport.memory import DeviceMemory, Sizes
 from bpipe.transport.one_sided import Peer
-from bpipe.transport.probe import measure
 from bpipe.transport.streams import Done, Pending
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 from tests.unit.transport.loopback import CPU, AtOnce, controls, together
@@ -20,7 +19,7 @@ from tests.unit.transport.loopback import CPU, AtOnce, controls, together
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PROBE_BYTES", 1 << 16)
+    monkeypatch.setattr(connect, "PROBE_BYTES", 1 << 16)
 
 
 def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
@@ -41,7 +40,7 @@ def test_a_trial_that_succeeds_leaves_nothing(cuda: FakeCuda) -> None:
     (speed, why), (_, other) = tried(cuda)
     assert (why, other) == (None, None)
     # A copy within memory takes less than a second, however long the machine has been up.
-    assert speed > probe.PROBE_BYTES
+    assert speed > connect.PROBE_BYTES
     assert (cuda.allocated, cuda.opened) == ({}, [])
 
 
@@ -90,7 +89,7 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
     is_aborted_at_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hung until NCCL's watchdog ended the process, with peer and host yet to be tried."""
-    monkeypatch.setattr(probe, "GRACE_S", 0.1)
+    monkeypatch.setattr(connect, "GRACE_S", 0.1)
     transports = [Hanging(is_aborted_at_all=is_aborted_at_all) for _ in range(2)]
     found: dict[bool, tuple[float, str | None]] = {}
 

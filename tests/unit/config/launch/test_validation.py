@@ -18,7 +18,6 @@ from bpipe.cli import main
 from bpipe.config.launch import validation
 from bpipe.config.launch.capture import write_launches
 from bpipe.config.launch.megatron_command import devices_of, split_command
-from bpipe.config.launch.validation import Judgement
 
 ROOT = Path(__file__).resolve().parents[4]
 ON_48 = "torchrun --nnodes 6 --nproc-per-node 8 pretrain_gpt.py"
@@ -115,7 +114,7 @@ class TestMegatron:
     @pytest.mark.parametrize("flags", ACCEPTED)
     def test_what_starts_is_not_refused(self, flags: str, judgements: dict[str, dict[str, Any]]) -> None:
         unknown = ["--my-own-flag"] if "--my-own-flag" in flags else []
-        expected = {"unknown": unknown, "megatron": None, "trainer": [], "messages": [], "unasked": None}
+        expected = {"unknown": unknown, "megatron": None, "trainer": [], "unasked": None}
         assert judgements[flags] == expected
 
     def test_the_examples_start(self) -> None:
@@ -175,18 +174,3 @@ def test_without_megatron_our_table_judges_and_says_so(
     printed = json.loads(capsys.readouterr().out)
     assert printed["judged_by"].startswith("judged without Megatron: it is not installed here; pip install")
     validation.judge.cache_clear()
-
-
-@pytest.mark.asks_megatron
-def test_messages_that_cross_refuse_a_launch_and_those_in_order_are_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    crossed = "rank 1 takes 2B0 of rank 0 for 0F2"
-    for messages, status, line in (
-        ((crossed,), 2, f"refused  messages between stages  {crossed}"),
-        ((), 0, "no message between stages is taken for another, and no rank waits for ever"),
-    ):
-        judgement = Judgement("", unknown=(), messages=messages)
-        monkeypatch.setattr("bpipe.commands.launch.judge", lambda *_, verdict=judgement: verdict)
-        assert main(["check-launch", "--", *BASE.split()]) == status
-        assert line in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.runtime.vocabulary import Rows, embedded, rows_gradient
+from bpipe.runtime.shards import Rows, embedded, rows_gradient
 from tests.unit.runtime.vocabulary.test_output import VOCABULARY, distance, in_shards, layer
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bpipe.runtime import vocabulary
-from bpipe.runtime.vocabulary import (
+from bpipe.runtime import shards
+from bpipe.runtime.shards import (
     Rows,
     early_part,
     late_part,
@@ -167,7 +167,7 @@ def test_everybody_makes_the_same_bits_of_what_all_gathered() -> None:
 def test_a_few_tokens_at_a_time_are_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = layer(torch.bfloat16)
     at_once = in_shards(given, 2, 2)
-    monkeypatch.setattr(vocabulary, "_WIDE_AT_ONCE", 7 * VOCABULARY // 2)
+    monkeypatch.setattr(shards, "_WIDE_AT_ONCE", 7 * VOCABULARY // 2)
     assert all(torch.equal(*pair) for pair in zip(in_shards(given, 2, 2), at_once, strict=True))
 
 
