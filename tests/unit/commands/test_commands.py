@@ -361,6 +361,7 @@ def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixtu
     assert main([*nothing, "--model", "gpt5"]) == 2
 
 
+@pytest.mark.slow
 def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """65,536 took 40 seconds, ten million were refused."""
     many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
@@ -375,6 +376,7 @@ def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureF
     assert "10000000 micro-batches" in output(capsys, *many, "--gbs", "10000000")
 
 
+@pytest.mark.slow
 def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--bpipe-memory 75.2" in output(capsys, *PLAN, "--emit-args", "2")
     flags = output(capsys, *PLAN, "--emit-args", "1").split()

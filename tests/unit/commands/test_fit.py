@@ -43,6 +43,7 @@ def document(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     result = document(capsys)
     assert not result["now"]["fits"]
@@ -133,6 +134,7 @@ def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
     assert all(any(what.startswith(f"{name} with ") for what in result) for name in bounded)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_launch_with_a_budget_is_planned_by_it(capsys: pytest.CaptureFixture[str]) -> None:
     """`fit` balanced it evenly: 58.9 GiB and 18.887 s, where the run, as `simulate` says, takes 69.7 and 17.325."""
@@ -217,6 +219,7 @@ def one_flag_away(setup: Setup) -> Iterator[Setup]:
             yield replace(setup, **change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", [VOCABULARY, DENSE, NODES], ids=["vocabulary", "dense", "nodes"])
 def test_nothing_one_flag_away_is_better_than_the_first_row(setup: Setup) -> None:
     """Shards of both ends, 21.9 GiB and 1.58 s where the best row had 28.8 and 3.07, were not among the ways, and

@@ -60,7 +60,14 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("model", "device", "more"), [*SHARE, *EVERY])
+@pytest.mark.parametrize(
+    ("model", "device", "more"),
+    [
+        SHARE[-1],
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in SHARE[:-1]),
+        *EVERY,
+    ],
+)
 def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
     model: str, device: str, more: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

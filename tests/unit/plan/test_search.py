@@ -68,6 +68,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
     assert not any("only with balancing" in remark for remark in remarks(outcome.plain))
 
 
+@pytest.mark.slow
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
     """Without the lower bound: predict all that fits."""
     fitting = [one for setup in enumerate_setups(UNFUSED) if (one := as_it_fits(setup)) is not None]
@@ -212,6 +213,7 @@ def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
         assert less.num_bytes(saved, after_input) <= more.num_bytes(saved, after_input)
 
 
+@pytest.mark.slow
 def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
     """Once for all that have a part in common: of other times, experts, and all that a space lets differ."""
     slow = replace(A100, factor=1.25)

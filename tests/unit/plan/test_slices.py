@@ -84,7 +84,9 @@ def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None
 
 
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
-@pytest.mark.parametrize(("p", "slices"), [(4, 4), (4, 8), (8, 2), (8, 8)])
+@pytest.mark.parametrize(
+    ("p", "slices"), [(4, 4), (4, 8), *(pytest.param(8, slices, marks=pytest.mark.slow) for slices in (2, 8))]
+)
 @pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.takes_slices and family.fill])
 def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balance: str) -> None:
     """As many slices as ranks fill a pipeline, which are fewer micro-batches, and those two more: of no more the host

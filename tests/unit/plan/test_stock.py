@@ -60,7 +60,15 @@ def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None
     assert is_level(outcome.rows[found.row - 1].iteration_s, first.iteration_s)
 
 
-@pytest.mark.parametrize("more", [[], ["--balance", "bpipe"], ["--schedule", "v-half"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["--balance", "bpipe"], marks=pytest.mark.slow),
+        pytest.param(["--schedule", "v-half"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
 def test_every_plan_shows_stock(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
     main([*PLAN, *more, "--format", "json"])
@@ -118,7 +126,9 @@ def every_switch(space: Space) -> list[Switches]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [*range(10), *(pytest.param(one, marks=pytest.mark.slow) for one in range(10, 30))])
+@pytest.mark.parametrize(
+    "number", [*range(3), *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 30))]
+)
 def test_the_answer_never_loses_to_a_stock_row_that_it_does_not_show(number: int) -> None:
     space = drawn_space(number)
     outcome = search(with_free_switches(space), 10)

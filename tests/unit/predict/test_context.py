@@ -90,6 +90,7 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
     return groups
 
 
+@pytest.mark.slow
 @given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8]))
 def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, per_node: int) -> None:
     nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, per_node, per_node), False, None)
