@@ -42,17 +42,14 @@ for command in json.load(open(sys.argv[2])):
     nodes, gpus = parse_min_max_nnodes(torchrun.nnodes)[1], int(torchrun.nproc_per_node)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(nodes * gpus), LOCAL_WORLD_SIZE=str(gpus))
     sys.argv = [torchrun.training_script, *torchrun.training_script_args]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         args = arguments.parse_args()
         arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    wanted = {name: getattr(args, name) for name in WANTED}
-    # Without a GPU, a transport that needs one would be refused.
-    args.bpipe_transport = "auto"
-    config = config_from_args(args)
-    balance = config.balance is not None
-    parsed = {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": said.getvalue()}
-    print("PARSED", json.dumps(parsed | wanted))
+    values = {name: getattr(args, name) for name in WANTED} # Without a GPU, a transport that needs one would be
+    refused. args.bpipe_transport = "auto" config = config_from_args(args) balance = config.balance is not None parsed =
+    {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": output.getvalue()}
+    print("PARSED", json.dumps(parsed | values))
 """
 WANTED = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads world_size data_parallel_size sequence_parallel "
