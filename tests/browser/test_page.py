@@ -398,8 +398,8 @@ def test_themes(driver: Any, path: Path) -> None:
 def test_everything_with_a_name_for_those_who_do_not_see_it(page: Page) -> None:
     script = """
         return [...document.querySelectorAll("button, select, input, canvas[tabindex], [role=region]")].filter((element) =>
-            !(element.getAttribute("aria-label") || element.getAttribute("aria-labelledby") || element.textContent.trim() && element.tagName === "BUTTON"
-              || element.closest("label"))).map((element) => element.outerHTML)
+            !(element.getAttribute("aria-label") || element.getAttribute("aria-labelledby") || element.closest("label")
+              || element.textContent.trim() && element.tagName === "BUTTON")).map((element) => element.outerHTML)
     """
     assert page.run(script) == []
     assert page.run("return document.documentElement.lang") == "en"

@@ -27,7 +27,7 @@ from megatron.scheduling.loop.watermark import Besides
 from megatron.scheduling.replanning import ProcessMemory, measure_process
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device
-from tests.late.grid import Run, plan_of
+from tests.late.grid import Run, deadlocks, plan_of
 from tests.late.model import LateModel
 from tests.late.pipeline import LatePipeline, Rank, wrong_bits
 
