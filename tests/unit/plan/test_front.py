@@ -40,18 +40,18 @@ def front() -> Front:
 
 
 def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
-    every = []
+    points = []
     for setup in enumerate_setups(SPACE):
         prediction = predict(setup)
-        every.append((max(rank.peak_bytes for rank in prediction.memory), prediction.timing.iteration_s))
-    every = [point for point in every if point[0] <= front.most_bytes]
-    wanted = {
+        points.append((max(rank.peak_bytes for rank in prediction.memory), prediction.timing.iteration_s))
+    points = [point for point in points if point[0] <= front.most_bytes]
+    front_points = {
         point
-        for point in every
-        if not any(rival != point and rival[0] <= point[0] and rival[1] <= point[1] for rival in every)
+        for point in points
+        if not any(rival != point and rival[0] <= point[0] and rival[1] <= point[1] for rival in points)
     }
-    assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
-    assert front.num_simulated < len(every) / 2
+    assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(front_points)
+    assert front.num_simulated < len(points) / 2
     # Both kinds are on it, so that neither could be left out of the search.
     assert {point.setup.balance for point in front.points} == {None, EVENLY}
 

@@ -12,7 +12,7 @@ from bpipe.runtime.run_record import peak_of
 )
 def test_the_peak_of_a_known_device_is_its_tables(name: str, device: str) -> None:
     """Two devices may have memories of one size."""
-    found = peak_of(name, None)
-    assert found is not None
-    assert found.flops_per_s == DEVICES[device].peak_flops_per_s
+    peak = peak_of(name, None)
+    assert peak is not None
+    assert peak.flops_per_s == DEVICES[device].peak_flops_per_s
     assert peak_of("cpu", None) is None

@@ -109,10 +109,10 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
         schedule = build(ScheduleConfig("1f1b", p, m, num_chunks=1, balance=BalanceConfig()))
         verdicts = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
         assert [bool(blocked) for blocked in verdicts.values()] == [waits >= stuck_from for waits in WaitLevel]
-        told = {blocked.message for blocked in verdicts[stuck_from]}
-        assert "the communicator of all ranks to be made" in told
+        messages = {blocked.message for blocked in verdicts[stuck_from]}
+        assert "the communicator of all ranks to be made" in messages
         if p == 8:
-            assert "the sizes of what 1HOST3 carries" in told
+            assert "the sizes of what 1HOST3 carries" in messages
             assert {blocked.peer for blocked in verdicts[stuck_from]} == {1, 6}
 
 
