@@ -112,25 +112,19 @@ def test_only_steps_that_are_not_alone_run_side_by_side(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running: list[str] = []
-    overlapping: dict[str, set[str]] = {}
+    others: dict[str, set[str]] = {}
 
     def run(name: str, *rest: Any) -> Any:
         running.append(name)
         time.sleep(0.2)
-        overlapping[name] = set(running) - {name}
+        others[name] = set(running) - {name}
         time.sleep(0.2)
         running.remove(name)
         return check.Result(ok=True)
 
     monkeypatch.setattr(check, "find_out", run)
     assert check.main(["--device", "late", "--only", "peer,streams,overhead,memory,abandon"]) == 0
-    assert overlapping == {
-        "peer": {"streams"},
-        "streams": {"peer"},
-        "overhead": set(),
-        "memory": set(),
-        "abandon": set(),
-    }
+    assert others == {"peer": {"streams"}, "streams": {"peer"}, "overhead": set(), "memory": set(), "abandon": set()}
     printed = re.findall(r"^--- (\w+):", capsys.readouterr().out, re.MULTILINE)
     assert printed[2:] == ["overhead", "memory", "abandon"]
 
