@@ -1,5 +1,4 @@
-"""What holds for tests of terra: one thread computes, threads that were there before a test look at none of its tensors,
-and slow tests wait to be asked for."""
+"""Settings of terra's tests: one computing thread, sessions ignore earlier threads, and slow tests run on request."""
 
 import os
 import threading
@@ -17,8 +16,8 @@ settings.load_profile("terra")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    is_asked = os.environ.get("RUN_SLOW", "0") not in ("", "0")
-    parser.addoption("--slow", action="store_true", default=is_asked, help="also run slow tests")
+    is_requested = os.environ.get("RUN_SLOW", "0") not in ("", "0")
+    parser.addoption("--slow", action="store_true", default=is_requested, help="also run slow tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """With more threads, pools that spin on few cores make a test of milliseconds take seconds."""
+    """With more threads, spinning pools on few cores make a test of milliseconds take seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_from_before_are_not_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session runs eagerly while another thread exists, as pytest-xdist's always do."""
+    """Hide threads from before the test: a session runs eagerly while another exists, as pytest-xdist's always do."""
     before = frozenset(threading.enumerate())
     monkeypatch.setattr(
         guards, "living_threads", lambda: [thread for thread in threading.enumerate() if thread not in before]

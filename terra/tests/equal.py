@@ -1,4 +1,4 @@
-"""Run a step plainly and with a session: its results must be equal in every bit, with their types."""
+"""Run a step plainly and with a session: its results must be equal in every bit, and of equal types."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import torch
 
 import terra
 
-# A step for every value that it yields.
+# One step for every value that it yields.
 Steps = Iterator[Any]
 STEPS = 6
 KINDS = ("threaded", "lazy")
@@ -19,7 +19,7 @@ def opened(kind: str) -> contextlib.closing[terra.Session]:
 
 
 def bits(result: Any) -> Any:
-    """Return numbers with their types from any result of a step."""
+    """Convert any result of a step to numbers with their types."""
     if isinstance(result, torch.Tensor):
         return result.dtype, result.detach().numpy().tobytes(), tuple(result.shape), result.requires_grad
     if isinstance(result, dict):

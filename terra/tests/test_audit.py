@@ -1,4 +1,4 @@
-"""The audit of single steps: each defect is found at the line that a comment marks, and nothing else."""
+"""The audit of single steps finds each defect at the line that a comment marks, and nothing else."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ Step = Callable[[], Any]
 
 
 def marked(step: Callable[..., Any]) -> set[tuple[int, str]]:
-    """Lines of the step that a comment marks, with the kinds that it names."""
+    """Return the lines of the step that a comment marks, with the kinds that it names."""
     lines, first = inspect.getsourcelines(step)
     return {
         (first + number, kind)
@@ -32,7 +32,7 @@ def marked(step: Callable[..., Any]) -> set[tuple[int, str]]:
     }
 
 
-def found(audit: terra.Audit) -> set[tuple[int, str]]:
+def findings_of(audit: terra.Audit) -> set[tuple[int, str]]:
     return {(finding.place.line, finding.kind.name.lower()) for finding in audit.findings}
 
 
@@ -56,11 +56,11 @@ def training(
 
 
 def test_what_is_looked_at_computes_the_same() -> None:
-    looked, plain = training(torch.optim.Adam), training(torch.optim.Adam)
+    audited, plain = training(torch.optim.Adam), training(torch.optim.Adam)
     states = []
-    for (net, step), look in ((looked, True), (plain, False)):
+    for (net, step), is_audited in ((audited, True), (plain, False)):
         torch.manual_seed(11)
-        if look:
+        if is_audited:
             terra.audit(step, num_steps=4, warm_up=1)
         else:
             for _ in range(5):
@@ -104,7 +104,7 @@ def new_batch() -> Iterator[None]:
     while True:
         batch = next(batches)
         hidden = batch @ weight  # is replaced
-        # The same tensor again is no other finding.
+        # The same tensor again is not another finding.
         hidden + batch @ weight
         yield
 
@@ -117,7 +117,7 @@ def numbers_of_python() -> Iterator[None]:
 
 
 def number_in_a_branch() -> Iterator[None]:
-    """The first step has no such operation, and the others were not held against each other."""
+    """The first step lacks the operation, and the others were not compared with each other."""
     weight, steps = torch.ones(3), count()
     while True:
         number = next(steps)
@@ -137,7 +137,7 @@ def branch() -> Iterator[None]:
 
 
 def other_operand() -> Iterator[None]:
-    """Nothing but an operand tells the two apart: the operations, their places and their order are the same."""
+    """Only an operand differs: the operations, their locations and their order are the same."""
     weight, steps = torch.randn(3), count()
     while True:
         sine, cosine = weight.sin(), weight.cos()
@@ -174,7 +174,7 @@ def reads() -> Iterator[None]:
 
 
 def options_that_are_not_always_given() -> Iterator[None]:
-    """torch drops arguments that equal their defaults: alternating with a default went unseen."""
+    """torch drops arguments that equal their defaults, so alternating with a default went unseen."""
     weight, turns = torch.randn(1, 2, 3, 3), count()
     while True:
         is_odd = bool(next(turns) % 2)
@@ -189,18 +189,18 @@ def options_that_are_not_always_given() -> Iterator[None]:
 
 def prints_and_saves() -> Iterator[None]:
     weight, alone = torch.randn(3), torch.randn(())
-    kept = weight.clone()
+    copied = weight.clone()
     while True:
         print(weight)  # is host_read
         repr([weight])  # is host_read
         str.__mod__("%s", (weight,))  # is host_read
         f"{weight} {alone:.3f}"  # is host_read
-        assert torch.allclose(weight, kept)  # is host_read
-        torch.testing.assert_close(weight, kept)  # is host_read
+        assert torch.allclose(weight, copied)  # is host_read
+        torch.testing.assert_close(weight, copied)  # is host_read
         pickle.dumps(weight)  # is host_read
         torch.save({"weight": weight}, io.BytesIO())  # is host_read
         torch.tensor([alone, 1.0]).sum()  # is host_read and from_python
-        kept.apply_(lambda number: number)  # is host_read
+        copied.apply_(lambda number: number)  # is host_read
         yield
 
 
@@ -226,7 +226,7 @@ def sizes_by_data() -> Iterator[None]:
 
 
 def places_that_are_set() -> Iterator[None]:
-    """One number is filled in where a mask holds, and nobody waits for how many places there are."""
+    """One number is filled in where a mask holds, and nothing waits for the number of places."""
     weight, steps = torch.randn(3, 4), count(1)
     copied, row, mask = weight.clone(), torch.randn(4), torch.tensor([True, False, True])
     while True:
@@ -254,7 +254,7 @@ def seeding() -> Iterator[None]:
 
 
 def seeding_inside_of_a_context() -> Iterator[None]:
-    """What a context sets at its end was said to be set by Python's contextlib."""
+    """The state that a context sets at its end was attributed to Python's contextlib."""
     while True:
         with torch.random.fork_rng(devices=[]):  # is seed
             torch.rand(3)
@@ -270,7 +270,7 @@ def own_generator() -> Iterator[None]:
 
 
 def copies() -> Iterator[None]:
-    """The line was that of Python's copy, and the text had every byte of the tensor."""
+    """The line was once that of Python's copy, and the text had every byte of the tensor."""
     weights = iter([torch.randn(30) for _ in range(9)])
     while True:
         copy.deepcopy(next(weights))  # is replaced
@@ -285,7 +285,7 @@ def number_or_tensor() -> Iterator[None]:
 
 
 def gradient_of_a_number() -> Iterator[None]:
-    """What autograd issues stands at the forward's line, not where backward was called."""
+    """Operations that autograd issues are attributed to the forward's line, not to the call of backward."""
     weight, steps = torch.randn(3, requires_grad=True), count(1)
     while True:
         loss = (weight * (1 / next(steps))).sum()  # is scalar
@@ -295,7 +295,7 @@ def gradient_of_a_number() -> Iterator[None]:
 
 
 class _Scaled(torch.autograd.Function):
-    """What a program computes in its own backward stands there."""
+    """A function whose own backward has the finding."""
 
     steps: Iterator[int] = count(1)
 
@@ -314,7 +314,7 @@ DEFECTS = [value for value in list(vars().values()) if inspect.isgeneratorfuncti
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_is_found_at_its_line_and_nothing_else(defect: Callable[[], Iterator[None]]) -> None:
     assert marked(defect), "no line is marked"
-    assert found(terra.audit(partial(next, defect()), num_steps=4)) == marked(defect)
+    assert findings_of(terra.audit(partial(next, defect()), num_steps=4)) == marked(defect)
 
 
 def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
@@ -326,19 +326,19 @@ def test_a_backward_of_ones_own_is_named_at_its_line() -> None:
         loss.backward()
 
     audit = terra.audit(step)
-    assert found(audit) == marked(_Scaled.backward)
+    assert findings_of(audit) == marked(_Scaled.backward)
     assert [finding.place.backward_of for finding in audit.findings] == ["_ScaledBackward"]
 
 
 def test_beside_a_device_the_host_may_read_its_own() -> None:
-    """Adam counts steps on the host, which does not end a capture; numbers computed from it are frozen."""
+    """Adam counts steps on the host, which does not end a capture; but numbers computed from it are frozen."""
     weight, steps = torch.ones(3, device="meta"), torch.ones(())
 
     def step() -> None:
         steps.add_(1)
         weight.mul_(1 / steps.item())  # is scalar
 
-    assert found(terra.audit(step)) == marked(step)
+    assert findings_of(terra.audit(step)) == marked(step)
 
 
 def test_a_collective_is_said(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
         def step() -> None:
             dist.all_reduce(weight)  # is collective
 
-        assert found(terra.audit(step)) == marked(step)
+        assert findings_of(terra.audit(step)) == marked(step)
     finally:
         dist.destroy_process_group()
 
@@ -373,9 +373,9 @@ def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
 
 
 def test_two_steps_may_be_under_way_and_come_in_parts() -> None:
-    """As micro-batches of a pipeline: a backward finds what its forward made."""
+    """As with a pipeline's micro-batches, a backward uses what its forward made."""
     recorder, weight = terra.Recorder(), torch.randn(3, requires_grad=True)
-    # Else the first makes it and the others add to it.
+    # Otherwise the first backward makes it and the others add to it.
     weight.grad = torch.zeros(3)
     losses = {}
     with recorder.running():

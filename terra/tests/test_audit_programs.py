@@ -11,7 +11,7 @@ from tests.programs.judge import compare, random_states_kept
 from tests.programs.program import Feature
 from tests.programs.trainings import PROGRAMS
 
-# Of a feature: the kinds of which one at least must be found.
+# By feature: kinds of which at least one must be found.
 MUST: dict[Feature, set[Kind]] = {
     Feature.BATCH: {Kind.FROM_PYTHON, Kind.REPLACED, Kind.SHAPE},
     Feature.FROM_PYTHON: {Kind.FROM_PYTHON},
@@ -28,7 +28,7 @@ MUST: dict[Feature, set[Kind]] = {
     Feature.RESEED: {Kind.SEED},
     Feature.CARRIED: {Kind.REPLACED},
 }
-# What may be found with it too: a branch's result comes from elsewhere and has another size; a number may be a size.
+# Kinds that may also be found: a branch's result has another source and size; a number may be a size.
 MAY: dict[Feature, set[Kind]] = {
     **MUST,
     Feature.NUMBER: {Kind.SCALAR, Kind.HOST_READ},
@@ -70,7 +70,7 @@ def test_places_are_lines_of_the_program(name: str, audits: dict[str, terra.Audi
 
 
 def test_ones_own_backward_and_hooks_are_named_there(audits: dict[str, terra.Audit]) -> None:
-    """The number that `Clipped` divides its gradient by, and the factor of a parameter's hook."""
+    """The findings are the number by which `Clipped` divides its gradient, and the factor of a parameter's hook."""
     for name, function in (("functions", "Clipped.backward"), ("hooks", "Hooks.scaled")):
         findings = [finding for finding in audit_of(name, audits).findings if finding.place.function == function]
         assert [finding.kind for finding in findings] == [Kind.SCALAR]
@@ -78,7 +78,7 @@ def test_ones_own_backward_and_hooks_are_named_there(audits: dict[str, terra.Aud
 
 
 def test_what_cannot_be_seen_is_said(audits: dict[str, terra.Audit]) -> None:
-    """The array that is overwritten behind an operation."""
+    """The array is overwritten after an operation."""
     assert any("through an array" in line for line in audit_of("numpy memory", audits).unseen)
 
 

@@ -1,4 +1,4 @@
-"""Co-execution of whole programs: bit-equal to plain execution, and traced as often as necessary."""
+"""Co-execution of whole programs is bit-equal to plain execution, and traces no more often than necessary."""
 
 import contextlib
 import random
@@ -21,7 +21,7 @@ STEPS = 8
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
-    # Some take seconds where nothing else runs.
+    # Some take seconds even on an idle machine.
     pytest.mark.timeout(200),
 ]
 
@@ -29,34 +29,34 @@ pytestmark = [
 def co_executed(
     build: Build, kind: Any = "threaded", steps: int = STEPS, seed: int = 0, ahead: bool = True
 ) -> tuple[str | None, terra.Session]:
-    with contextlib.closing(terra.Session(kind)) as beside, beside.ahead() if ahead else contextlib.nullcontext():
+    with contextlib.closing(terra.Session(kind)) as session, session.ahead() if ahead else contextlib.nullcontext():
 
         def run(step: Callable[[], torch.Tensor]) -> torch.Tensor:
-            with beside:
+            with session:
                 return step()
 
-        return compare(build, steps, run, seed=seed, each_step=not ahead), beside
+        return compare(build, steps, run, seed=seed, each_step=not ahead), session
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", ["threaded", "lazy"])
 def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name: str, kind: str) -> None:
-    difference, beside = co_executed(PROGRAMS[name], kind, ahead=kind == "threaded")
+    difference, session = co_executed(PROGRAMS[name], kind, ahead=kind == "threaded")
     assert difference is None
-    assert beside.co_executed > 0
-    assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], STEPS))
+    assert session.co_executed > 0
+    assert (session.traces, session.fallbacks) == counts(paths(PROGRAMS[name], STEPS))
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_a_drawn_program_is_computed_to_the_bit(seed: int) -> None:
-    difference, beside = co_executed(grammar.build, steps=10, seed=seed)
+    difference, session = co_executed(grammar.build, steps=10, seed=seed)
     assert difference is None
-    assert beside.co_executed > 0
-    assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, 10, seed))
+    assert session.co_executed > 0
+    assert (session.traces, session.fallbacks) == counts(paths(grammar.build, 10, seed))
 
 
 class Delays:
-    """Now and then each side waits, at random, so that they meet in ever other orders."""
+    """Random waits on both sides, so that they meet in ever different orders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         draws, apply, issued = random.Random(seed), runner.apply, terra.Session.issue
@@ -80,7 +80,7 @@ def test_with_delays_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 class HostNumbers(Program):
-    """One number in the CPU's memory that operations read, one that they write, and Python goes on with both."""
+    """A number in the CPU's memory that operations read, and one that they write; Python uses both."""
 
     name = "host numbers"
 
@@ -103,7 +103,7 @@ class HostNumbers(Program):
 
 
 def _differs(build: Build) -> bool:
-    """Lazily, so that what is not waited for has surely not run."""
+    """Run lazily, so that operations that were not waited for have certainly not run."""
     try:
         return co_executed(build, "lazy", ahead=False)[0] is not None
     except RuntimeError as error:
@@ -116,7 +116,7 @@ def test_host_numbers_are_right() -> None:
 
 
 class ReadsWeights(Program):
-    """Memory of a tensor from outside, as an array, while operations on it are pending."""
+    """Reads a tensor's memory as an array while operations on it are pending."""
 
     name = "reads weights"
 

@@ -18,7 +18,7 @@ from tests.equal import KINDS, Steps, is_equal, opened
 
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:
-    """Some operations that write a parameter, of which a block is pending."""
+    """Run some operations that write a parameter, of which a block is pending."""
     with torch.no_grad():
         for _ in range(5):
             weight.mul_(1.5).add_(1)
@@ -26,7 +26,7 @@ def trained(weight: torch.nn.Parameter) -> torch.Tensor:
 
 
 def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Steps:
-    """Saves a parameter in another thread that is joined at the end of the step, as asynchronous checkpoints do."""
+    """Save a parameter in another thread that the step joins, as asynchronous checkpoints do."""
     weight = torch.nn.Parameter(torch.ones(200))
     while True:
         saved = []
@@ -64,13 +64,13 @@ def by_unknown_thread(save: Callable[[], None]) -> Callable[[], object]:
 def test_a_thread_that_a_step_starts_reads_what_was_written_before(
     start: Callable[[Callable[[], None]], Callable[[], object]], kind: str
 ) -> None:
-    """An asynchronous checkpoint had parameters of which some updates were still pending."""
+    """An asynchronous checkpoint had parameters with pending updates."""
     is_equal(kind, partial(saved_beside, start))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
-    """It took a block from the thread that issued it: errors, or other numbers."""
+    """The logger took a block from the thread that issued it, which caused errors or wrong numbers."""
     weight, losses, logged = torch.nn.Parameter(torch.ones(50)), queue.SimpleQueue[Any](), []
 
     def log() -> None:
@@ -90,7 +90,7 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
         losses.put(None)
         logger.join()
         assert session.at_once == 32
-        # From the next step on it is gone.
+        # From the next step on, the logger has ended.
         with session:
             with torch.no_grad():
                 weight.fill_(number).add_(1)
@@ -101,7 +101,7 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
-    """It waited for ever, for a runner that only its parent has."""
+    """The child waited forever for a runner that only its parent has."""
     weight, forks, children = torch.ones(3), iter([False] * 5 + [True]), []
     with opened(kind) as session:
         for _ in range(6):
@@ -114,8 +114,8 @@ def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
             if child == 0:
                 os._exit(_status(session, weight, result))
             children.append(child)
-    left = 20.0
-    while (ended := os.waitpid(children[-1], os.WNOHANG))[0] == 0 and (left := left - 0.02) > 0:
+    left_s = 20.0
+    while (ended := os.waitpid(children[-1], os.WNOHANG))[0] == 0 and (left_s := left_s - 0.02) > 0:
         time.sleep(0.02)
     if not ended[0]:
         os.kill(children[-1], signal.SIGKILL)
@@ -125,7 +125,7 @@ def test_a_child_that_a_step_forks_goes_on(kind: str) -> None:
 
 
 def _status(session: terra.Session, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """In the child: 7 where all is right, and another step too."""
+    """Return 7 in the child if all is right, and another step runs, too."""
     try:
         right = weight.tolist() == [6.0**6] * 3 and result.tolist() == [(6.0**5 * 2 + 1) * 6.0**6] * 3
         with session:

@@ -1,4 +1,4 @@
-"""Uses of a step's tensors that are no operations (copies, swaps, lent memory): bit-equal with a session."""
+"""Uses of a step's tensors that are not operations (copies, swaps, lent memory) are bit-equal with a session."""
 
 import copy
 import inspect
@@ -31,7 +31,7 @@ def best_weights() -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deep_copy_of_several_has_each_of_them(kind: str) -> None:
-    """Every copy was the first one's: it was remembered by an identity that the next value reused."""
+    """Every copy was the first one's, because the identity by which it was remembered was reused."""
     with opened(kind) as session, session:
         copied = next(best_weights())
     assert {type(tensor) for tensor in copied.values()} == {torch.Tensor}
@@ -39,7 +39,7 @@ def test_a_deep_copy_of_several_has_each_of_them(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deep_copy_is_built_as_what_is_copied(kind: str) -> None:
-    """The same tensor twice is one copy, tensors of one memory have one, and what hangs on a tensor goes with it."""
+    """The same tensor twice is one copy, tensors that share memory share it again, and attributes are copied."""
     weight = torch.arange(6.0)
 
     def copied() -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ def packed(kind: str) -> Iterator[Any]:
 
 
 def state_of(kind: str) -> Iterator[Any]:
-    """A state stands where a packed batch has its sizes, and has gradients."""
+    """A state is the argument at which a packed batch has its sizes, and it has gradients."""
     torch.manual_seed(4)
     layer = getattr(torch.nn, kind)(3, 4, batch_first=True)
     batch, state = torch.randn(2, 5, 3), torch.randn(1, 2, 4, requires_grad=True)
@@ -250,12 +250,12 @@ PROGRAMS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_gives_what_it_gives_without_a_session(name: str, kind: str) -> None:
-    """Each of these ended the process, raised, or gave other numbers without a word."""
+    """Each of these ended the process, raised, or silently gave other numbers."""
     is_equal(kind, PROGRAMS[name])
 
 
 class Labelled(torch.Tensor):
-    """A subclass that does not take itself apart."""
+    """A subclass without a way to be taken apart."""
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ class Labelled(torch.Tensor):
     ids=["made", "given", "constructed", "legacy"],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(use: Callable[[torch.Tensor], object]) -> None:
-    """Torch's own words are of compilers and custom kernels."""
+    """Torch's own messages are about compilers and custom kernels."""
     weight = torch.ones(3)
     use(weight)
     with opened("threaded") as session:
@@ -291,7 +291,7 @@ def with_jvp(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("use", [with_a_dual, with_jvp])
 def test_derivatives_ahead_are_refused_in_steps(use: Callable[[torch.Tensor], None]) -> None:
-    """They ended the process (`masked_fill`, dropout), or differed in their last digits (`normalize`)."""
+    """These ended the process (`masked_fill`, dropout), or differed in their last digits (`normalize`)."""
     weight = torch.linspace(-1, 1, 5)
     with opened("threaded") as session:
         with pytest.raises(RuntimeError, match=r"compute them outside of `with session:`"), session:
@@ -327,10 +327,10 @@ def twice_of_products(weight: torch.Tensor) -> torch.Tensor:
 def test_gradients_of_other_formulas_are_refused_in_steps(
     loss: Callable[[torch.Tensor], torch.Tensor], words: str
 ) -> None:
-    """They differed in their last digits: torch takes another formula where a mode looks on."""
+    """Torch uses another formula under a dispatch mode, so these gradients differed in their last digits."""
     weight = torch.linspace(-1, 1, 5).requires_grad_()
     with opened("threaded") as session:
-        # The first step is plain.
+        # The first step runs plainly.
         with session:
             loss(weight).backward()
         with pytest.raises(RuntimeError, match=words), session:

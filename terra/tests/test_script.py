@@ -1,4 +1,4 @@
-"""`python -m terra audit SCRIPT`: what it says of a script that trains, and of one where nothing can be said."""
+"""`python -m terra audit SCRIPT` reports on a script that trains, and says why if there is nothing to report."""
 
 import json
 import subprocess

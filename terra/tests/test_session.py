@@ -1,4 +1,4 @@
-"""Sessions besides whole programs: errors, nesting, placeholders, what they leave unchanged; and traces merged into a graph."""
+"""Sessions apart from whole programs: errors, nesting, placeholders, what they leave unchanged, and merged traces."""
 
 import contextlib
 import copy
@@ -23,14 +23,14 @@ from terra.trace.graph import Key, TraceGraph
 
 @pytest.fixture(params=["threaded", "lazy"])
 def session(request: pytest.FixtureRequest) -> Iterator[terra.Session]:
-    beside = terra.Session(request.param)
-    yield beside
+    session = terra.Session(request.param)
+    yield session
     with contextlib.suppress(RuntimeError, IndexError):
-        beside.close()
+        session.close()
 
 
 def run(session: terra.Session, step: Callable[[], object]) -> object:
-    """From one place: the frame that enters is part of where operations are issued."""
+    """Run a step from one place, because the entering frame is part of an operation's location."""
     with session:
         return step()
 
@@ -82,7 +82,7 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
 
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Made by a step that was co-executed and not waited for."""
+    """Return a result of a step that was co-executed and not waited for."""
     tensors = []
     with session.ahead():
         until_co_executed(session, lambda: tensors.append(make()))
@@ -113,7 +113,7 @@ def test_a_placeholder_is_read_like_any_tensor(session: terra.Session) -> None:
 
 def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: terra.Session) -> None:
     weight, sums = torch.ones(3), []
-    kept = weight.data
+    old_data = weight.data
 
     def step() -> None:
         hidden = weight + 1
@@ -124,16 +124,16 @@ def test_a_tensor_s_memory_is_exchanged_when_what_is_pending_has_run(session: te
 
     for _ in range(6):
         run(session, step)
-    plain, now = [], 1.0
+    expected, value = [], 1.0
     for place in range(6):
-        plain.append(3 * (now + 1) + 3 * 2.0 * (place + 1))
-        now = 2.0 * (place + 1)
-    assert [float(total) for total in sums] == plain
-    assert kept.tolist() == [1.0] * 3
+        expected.append(3 * (value + 1) + 3 * 2.0 * (place + 1))
+        value = 2.0 * (place + 1)
+    assert [float(total) for total in sums] == expected
+    assert old_data.tolist() == [1.0] * 3
 
 
 def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:
-    """With the 5 ms of its own the runner stood still beside Python that computes: nothing was gained."""
+    """With Python's own 5 ms, the runner was blocked by a computing Python, and nothing was gained."""
     before = sys.getswitchinterval()
     first, second = terra.Session(), terra.Session()
     assert sys.getswitchinterval() <= 2e-4 < before
@@ -144,7 +144,7 @@ def test_python_hands_its_lock_on_soon_as_long_as_a_session_is_open() -> None:
     sys.setswitchinterval(1e-4)
     try:
         with contextlib.closing(terra.Session()):
-            assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.02), "who wants it sooner has it sooner"
+            assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.02), "a shorter interval stays"
         # Python counts in whole microseconds, rounded down.
         assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.03)
     finally:
@@ -165,10 +165,10 @@ def keys(names: str) -> tuple[Key, ...]:
     return tuple((name, (), "line") for name in names)
 
 
-# A few letters, so that traces meet, part and come round again.
+# A few letters, so that traces meet, part and meet again.
 @given(st.lists(st.text("abcdef", max_size=9), min_size=1, max_size=12))
 def test_merging_says_what_is_new_and_takes_nothing_twice(traces: list[str]) -> None:
-    """What was merged needs nothing new, and neither does another trace that has no pair of its own."""
+    """Merged traces need nothing new, and neither does another trace without a new pair."""
     graph, seen = TraceGraph(), set[tuple[str, str]]()
     for trace in traces:
         pairs = set(zip(f"<{trace}", f"{trace}>", strict=True))

@@ -1,6 +1,6 @@
-"""A headless Chromium for the report's page, and one hand to move in it.
+"""A headless Chromium for the report's page, and a helper that reads it and moves the pointer.
 
-Without Chromium, its driver or selenium these tests skip.
+Without Chromium, its driver or selenium, these tests are skipped.
 """
 
 import json
@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Root may not have a sandbox, a container has little shared memory, and a fresh profile would ask the network for this
-# and that.
+# Root may not have a sandbox, a container has little shared memory, and a new profile sends requests to the network.
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync"
@@ -24,7 +23,7 @@ WIDTH, HEIGHT = 1440, 900
 
 
 class Page:
-    """One opened report: what it shows at a place, what a hand does there, and what the browser had to say."""
+    """An opened report: reads what it shows, operates it, and collects the browser's messages."""
 
     def __init__(self, driver: Any, path: Path, theme: str = "light") -> None:
         self.driver = driver
@@ -44,7 +43,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def settle(self) -> None:
-        """Until what was asked for has been drawn: frames are drawn one after the other."""
+        """Wait until the page has been drawn: frames are drawn one after the other."""
         self.driver.execute_async_script(
             "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => "
             "requestAnimationFrame(() => done())))"
@@ -63,7 +62,7 @@ class Page:
         self.settle()
 
     def place(self, rank: int, side: str, lane: str, time_s: float) -> tuple[float, float]:
-        """Pixels of the window. The timeline is scrolled there first."""
+        """Scroll to the timeline, and return the position in pixels of the window."""
         self.run("document.getElementById('timeline').scrollIntoView({ block: 'end' })")
         self.run("bpipeTimeline.place(...arguments)", rank, side, lane, time_s)
         self.settle()
@@ -71,7 +70,7 @@ class Page:
         return float(point["x"]), float(point["y"])
 
     def colours(self, x: float, y: float, width: int = 1, height: int = 1) -> list[tuple[int, int, int]]:
-        """The canvas's pixels around there."""
+        """Return the canvas's pixels around a position."""
         script = """
             const [x, y, width, height] = arguments;
             const plot = document.getElementById("plot");
@@ -87,23 +86,23 @@ class Page:
         return self.colours(x, y)[0]
 
     def shade(self, name: str) -> tuple[int, int, int]:
-        """One of the page's colours."""
+        """Return one of the page's colours."""
         text = self.run(
             "return getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()", name
         )
         return int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)
 
     def picture(self) -> str:
-        drawn: str = self.run("return document.getElementById('plot').toDataURL()")
-        return drawn
+        data_url: str = self.run("return document.getElementById('plot').toDataURL()")
+        return data_url
 
     def hover(self, x: float, y: float) -> str:
-        """What the page answers there; empty where it says nothing."""
+        """Return the page's tip at a position; empty if there is none."""
         from selenium.webdriver.common.actions.action_builder import ActionBuilder
 
-        hand = ActionBuilder(self.driver, duration=0)
-        hand.pointer_action.move_to_location(round(x), round(y))
-        hand.perform()
+        pointer = ActionBuilder(self.driver, duration=0)
+        pointer.pointer_action.move_to_location(round(x), round(y))
+        pointer.perform()
         return self.tip()
 
     def tip(self) -> str:
@@ -121,10 +120,10 @@ class Page:
 
         if shift:
             ActionChains(self.driver).key_down(Keys.SHIFT).perform()
-        hand = ActionBuilder(self.driver, duration=20)
-        hand.pointer_action.move_to_location(round(start[0]), round(start[1])).pointer_down()
-        hand.pointer_action.move_to_location(round(end[0]), round(end[1])).pointer_up()
-        hand.perform()
+        pointer = ActionBuilder(self.driver, duration=20)
+        pointer.pointer_action.move_to_location(round(start[0]), round(start[1])).pointer_down()
+        pointer.pointer_action.move_to_location(round(end[0]), round(end[1])).pointer_up()
+        pointer.perform()
         if shift:
             ActionChains(self.driver).key_up(Keys.SHIFT).perform()
         self.settle()
@@ -152,12 +151,12 @@ class Page:
         self.settle()
 
     def complaints(self) -> list[Any]:
-        """What the console got since the page was opened."""
+        """Return the console's messages since the page was opened."""
         logged: list[Any] = self.driver.get_log("browser")
         return logged
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the page was opened."""
+        """Return all addresses requested since the page was opened."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         return [
             message["params"]["request"]["url"]
@@ -186,16 +185,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver = webdriver.Chrome(options=options, service=Service(chromedriver))
     driver.set_script_timeout(30)
     yield driver
-    theirs = [
+    browser_processes = [
         process
         for process in psutil.process_iter(["cmdline"])
         if any(str(profile) in word for word in process.info["cmdline"] or ())
     ]
     driver.quit()
-    # The driver does not wait for all of the browser's processes, and whoever runs the tests would find some left
-    # behind. Those that have ended may wait long until init of a container takes their exit codes.
+    # The driver does not wait for all of the browser's processes, which would then be left behind. Ended processes may
+    # wait long until a container's init collects them.
     deadline = time.monotonic() + 10
-    while any(map(_runs, theirs)) and time.monotonic() < deadline:
+    while any(map(_runs, browser_processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

@@ -1,8 +1,7 @@
-"""A view to draw, made from two simulations of one schedule.
+"""Sample data for the page, from two simulations of one schedule.
 
-In: sizes and a seed. Out: the JSON value that `bpipe report` hands the page.
-
-"Measured" is a simulation of stages that are a little faster or slower; it is data to draw, not a claim. No torch.
+Returns the JSON value that `bpipe report` gives the page. "Measured" is a simulation of slightly faster or slower
+stages, so the numbers prove nothing.
 """
 
 import random
@@ -28,7 +27,7 @@ LINKS = Links(inside=Link(2e9, 50e-6))
 def make_view(
     num_stages: int = 8, num_microbatches: int = 16, seed: int = 7, missing: tuple[int, ...] = (), iterations: int = 1
 ) -> dict[str, Any]:
-    """Balanced 1F1B. Ranks in `missing` have no record."""
+    """Return the view of a balanced 1F1B. Ranks in `missing` have no record."""
     schedule = build(ScheduleConfig("1f1b", num_stages, num_microbatches, balance=BalanceConfig()))
     predicted = simulate(schedule, replace(uniform(num_stages, COST, LINKS), exchange=Exchange.MEGATRON_1F1B))
     simulated = [simulated_track(predicted, rank, predicted.levels(rank)) for rank in range(num_stages)]
@@ -88,7 +87,7 @@ def make_view(
 
 
 def track(report: Simulation, rank: int) -> dict[str, Any]:
-    """One rank as measured: a transfer was waited for if a computation starts the moment it ends."""
+    """Return a rank's measured track: a transfer was waited for if a computation starts the moment it ends."""
     computations = report.computations[rank]
     ends = {later.start_s: before.end_s for before, later in pairwise(computations)}
     track = simulated_track(report, rank, report.levels(rank))
@@ -137,7 +136,7 @@ def _stage(report: Simulation, rank: int, missing: bool) -> dict[str, Any]:
 
 
 def action_row(view: dict[str, Any], rank: int, side: str, action: Action) -> list[Any]:
-    """The row of an action in the iteration that the page shows first, the last."""
+    """Return an action's row in the last iteration, which the page shows first."""
     rows = view["iterations"][-1]["ranks"][rank][side]["actions"]
-    row_found: list[Any] = next(row for row in rows if row[0] == str(action))
-    return row_found
+    row_of_action: list[Any] = next(row for row in rows if row[0] == str(action))
+    return row_of_action

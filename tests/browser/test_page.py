@@ -1,5 +1,4 @@
-"""The report in a real browser: it draws, zooms, answers the pointer and the keys, and says nothing to the console
-or the network."""
+"""The report in a real browser: it draws, zooms, and answers the pointer and keys, without messages or requests."""
 
 import re
 from copy import deepcopy
@@ -38,7 +37,7 @@ def page(driver: Any, path: Path) -> Page:
 def at(
     page: Page, view: dict[str, Any], text: str, rank: int, side: str = "measured", share: float = 0.5
 ) -> tuple[float, float]:
-    """Where an action of the last iteration lies, `share` of it from its start."""
+    """Return an action's position in the last iteration, `share` of its duration after its start."""
     action = read_action(text)
     _, start, end, *_ = action_row(view, rank, side, action)
     return page.place(rank, side, LANES[action.kind.value], start + share * (end - start))
@@ -55,14 +54,14 @@ def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
 
 
 def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
-    """The transfer for which stage 0 stood still longest, when that ended, and how long it was."""
+    """Return the transfer that stage 0 waited for longest, when the wait ended, and its duration."""
     row = max(view["iterations"][-1]["ranks"][0]["measured"]["actions"], key=lambda action: action[3])
     assert row[3] > 0.005
     return row[0], row[2], row[3]
 
 
 def ms(text: str) -> float:
-    """Seconds the page wrote, in milliseconds."""
+    """Convert a duration that the page shows to milliseconds."""
     number, unit = text.split()
     return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
 
@@ -81,7 +80,7 @@ def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dic
     assert near(page.colour(*at(page, view, "0EVICT4", 0)), page.shade("away"))
     last_forward = action_row(view, 0, "measured", read_action("0F7"))
     assert near(page.colour(*page.place(0, "measured", "compute", last_forward[2] + 0.02)), page.shade("lane")), (
-        "a bubble is empty"
+        "a bubble is drawn empty"
     )
     page.show(0.2, 0.5)
     assert near(page.colour(*at(page, view, "0LOAD4", 0)), page.shade("towards"))
@@ -90,8 +89,7 @@ def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dic
 
 
 def test_the_memory_curve_is_as_high_as_what_is_held(page: Page, view: dict[str, Any]) -> None:
-    """The middle of the band lies under the curve of a full rank, and above that of one that holds one micro-batch
-    of five."""
+    """The band's middle is under the curve of a full rank, and above that of a rank with one of five micro-batches."""
     time = 0.15
     assert held(view, 0, "measured", time) == 5 * SAVED
     assert near(page.colour(*page.place(0, "measured", "memory", time)), page.shade("held"))
@@ -110,7 +108,7 @@ def test_waits_are_seen(page: Page, view: dict[str, Any]) -> None:
     x, y = page.place(0, "measured", "compute", end - waited / 2)
     colours = page.colours(x, y, 25, 1)
     assert any(near(colour, page.shade("wait"), 30) for colour in colours)
-    assert any(near(colour, page.shade("wait-line"), 40) for colour in colours), "stripes, so that it needs no colour"
+    assert any(near(colour, page.shade("wait-line"), 40) for colour in colours), "stripes, visible without colour"
 
 
 @pytest.mark.parametrize(
@@ -137,11 +135,11 @@ def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> 
         page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)")
         == view["answers"]
     )
-    told = page.run(
-        "return [...document.querySelectorAll('#figures > div')].map((one) => [...one.children].map((part) => "
+    figures = page.run(
+        "return [...document.querySelectorAll('#figures > div')].map((figure) => [...figure.children].map((part) => "
         "part.textContent))"
     )
-    assert told == view["figures"]
+    assert figures == view["figures"]
 
 
 def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str, Any]) -> None:
@@ -194,7 +192,7 @@ def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
     start, end = page.range()
     assert 0 < start < time < end < whole[1]
     assert page.place(0, "measured", "compute", time)[0] == pytest.approx(x, abs=1.5), (
-        "what is under the pointer stays there"
+        "the point under the pointer stays in place"
     )
     assert page.picture() != before
     page.wheel(x, y, 400)
@@ -228,7 +226,7 @@ def test_the_keys_do_the_same(page: Page) -> None:
 
 
 def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = None) -> Page:
-    """A page of its own, in a window of this width."""
+    """Open a separate page in a window of this width."""
     file = folder / "page.html"
     file.write_text(render(view), encoding="utf-8")
     page = Page(driver, file)
@@ -243,15 +241,14 @@ def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = 
 def test_the_iteration_of_the_largest_difference_is_shown_first(
     driver: Any, view: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Difference 1 named iteration 3, and the page opened with another: the reader looked for it in the wrong
-    picture."""
+    """If difference 1 names an iteration, the page opens with it; it once opened with another one."""
     first = view["iterations"][0]["iteration"]
     page = opened(driver, view | {"differences": [view["differences"][0] | {"iteration": first}]}, tmp_path)
     assert page.run("return document.getElementById('iteration').selectedOptions[0].textContent") == str(first)
 
 
 def test_the_bottleneck_is_in_sight(driver: Any, tmp_path: Path) -> None:
-    """Of a pipeline that does not fit the window, the page showed the first stages."""
+    """The page once showed the first stages of a pipeline that does not fit into the window."""
     page = opened(driver, make_view(12, 12), tmp_path)
     top, height, whole = page.run(
         "const t = document.getElementById('timeline'); return [t.scrollTop, t.clientHeight, t.scrollHeight]"
@@ -261,7 +258,7 @@ def test_the_bottleneck_is_in_sight(driver: Any, tmp_path: Path) -> None:
 
 
 def test_a_telephone_shows_all_of_it(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
-    """At 390 pixels the names took half of the timeline, and the words of the bars were five pixels high."""
+    """At 390 pixels, the names took half of the timeline, and the labels of the bars were five pixels high."""
     page = opened(driver, view, tmp_path, width=390)
     assert page.run("return document.documentElement.scrollWidth") <= 390
     heights = page.run(
@@ -273,7 +270,7 @@ def test_a_telephone_shows_all_of_it(driver: Any, view: dict[str, Any], tmp_path
 
 
 def test_paper_loses_no_column_and_no_rank(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
-    """What had to be scrolled to was not printed."""
+    """Content outside of the scrolled view was not printed."""
     page = opened(driver, view, tmp_path)
     paper = {"width": 1047, "height": 718, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", paper)
@@ -318,10 +315,10 @@ def test_paper_loses_no_column_and_no_rank(driver: Any, view: dict[str, Any], tm
 def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, rank: int, side: str) -> None:
     action = read_action(text)
     _, start, end, waited, num_bytes, slot = action_row(view, rank, side, action)
-    told = page.hover(*at(page, view, text, rank, side))
-    assert told.startswith(f"{text}: ")
-    assert f"micro-batch {action.microbatch}" in told.splitlines()[0]
-    shown = facts(told)
+    tip = page.hover(*at(page, view, text, rank, side))
+    assert tip.startswith(f"{text}: ")
+    assert f"micro-batch {action.microbatch}" in tip.splitlines()[0]
+    shown = facts(tip)
     assert shown[f"stage {rank} (rank {rank})"] == side
     assert ms(shown["start"]) == pytest.approx(1e3 * start, abs=2e-3)
     assert ms(shown["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
@@ -334,14 +331,14 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
     else:
         assert shown["wait"] in ("none", "–")
     other_side = "simulated" if side == "measured" else "measured"
-    assert ms(shown[f"{other_side} duration"]) > 0, "the other side's is laid beside it"
+    assert ms(shown[f"{other_side} duration"]) > 0, "the other side's duration is shown, too"
 
 
 def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> None:
     text, end, waited = longest_wait(view)
-    told = page.hover(*page.place(0, "measured", "compute", end - waited / 2))
-    assert told.splitlines()[0] == f"exposed: computation waits for {text}"
-    assert ms(facts(told)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
+    tip = page.hover(*page.place(0, "measured", "compute", end - waited / 2))
+    assert tip.splitlines()[0] == f"exposed: computation waits for {text}"
+    assert ms(facts(tip)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
     transfer = page.hover(*at(page, view, text, 0))
     assert transfer.startswith(f"{text}: ")
     assert ms(facts(transfer)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
@@ -400,9 +397,9 @@ def test_themes(driver: Any, path: Path) -> None:
 
 def test_everything_with_a_name_for_those_who_do_not_see_it(page: Page) -> None:
     script = """
-        return [...document.querySelectorAll("button, select, input, canvas[tabindex], [role=region]")].filter((one) =>
-            !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby") || one.textContent.trim() && one.tagName === "BUTTON"
-              || one.closest("label"))).map((one) => one.outerHTML)
+        return [...document.querySelectorAll("button, select, input, canvas[tabindex], [role=region]")].filter((element) =>
+            !(element.getAttribute("aria-label") || element.getAttribute("aria-labelledby") || element.closest("label")
+              || element.textContent.trim() && element.tagName === "BUTTON")).map((element) => element.outerHTML)
     """
     assert page.run(script) == []
     assert page.run("return document.documentElement.lang") == "en"
@@ -439,7 +436,7 @@ def test_a_poor_view_is_still_a_page(driver: Any, view: dict[str, Any], change: 
     "size", [(16, 64), pytest.param((64, 512), marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_a_large_run_stays_usable(driver: Any, size: tuple[int, int], tmp_path: Path, record_property: Any) -> None:
-    """The limits are those of a hand that waits, times five for a busy machine; what it took is printed with -rP."""
+    """The limits are what a user would wait, times five for a busy machine; the timings are printed with -rP."""
     view = make_view(*size)
     file = tmp_path / "report.html"
     text = render(view)

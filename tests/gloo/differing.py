@@ -1,9 +1,9 @@
-"""Micro-batches whose sizes differ because of what a user's script does.
+"""Micro-batches whose sizes differ because of a user's script.
 
-Sizes follow from the number of forwards that this rank, or chunk, has run, so all ranks of a pipeline cut a micro-batch
-alike, and so does stock Megatron.
+The sizes follow from the number of forwards that this rank or chunk has run, so all ranks of a pipeline cut a
+micro-batch to the same size, as they do in stock Megatron.
 
-    lengths   rows of differing length, whose shapes Megatron's pipeline then sends first (variable_seq_lengths)
+    lengths   rows of differing length, so that Megatron's pipeline sends shapes first (variable_seq_lengths)
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
 
@@ -25,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 LENGTHS = (48, 64, 40, 64, 56, 24)
 
 
-def given_out(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
+def batch_of(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage")).values())[:5]
 
 
@@ -34,13 +34,13 @@ def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
 
 
 def cut() -> Callable[..., Any]:
-    """Return a step whose micro-batches have these lengths over and over; every chunk takes them in order."""
+    """Return a forward step that cuts micro-batches to `LENGTHS` in turn, separately for every chunk."""
     by_chunk: dict[int | None, Iterator[int]] = {}
 
     def step(data: Any, model: Any) -> Any:
         length = next(by_chunk.setdefault(get_attr_wrapped_model(model, "vp_stage"), itertools.cycle(LENGTHS)))
         tokens, labels, loss_mask, _, positions = (
-            row if row is None or row.dim() != 2 else row[:, :length].contiguous() for row in given_out(data, model)
+            row if row is None or row.dim() != 2 else row[:, :length].contiguous() for row in batch_of(data, model)
         )
         return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
@@ -52,7 +52,7 @@ def recomputing() -> Callable[..., Any]:
         config = get_attr_wrapped_model(model, "config")
         config.recompute_granularity = "full" if everything else None
         config.recompute_method, config.recompute_num_layers = "uniform", 1
-        tokens, labels, loss_mask, mask, positions = given_out(data, model)
+        tokens, labels, loss_mask, mask, positions = batch_of(data, model)
         return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
     return step
@@ -69,14 +69,14 @@ def train(how: str) -> None:
     """Run our script with another forward step and the model configuration that it needs."""
     configured = pretrain_gpt.gpt_config_from_args
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def changed_config(*args: Any, **kwargs: Any) -> Any:
         config = configured(*args, **kwargs)
         for name, value in SETTINGS[how].items():
             setattr(config.transformer, name, value)
         return config
 
     with (
-        mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
+        mock.patch.object(pretrain_gpt, "gpt_config_from_args", changed_config),
         mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
     ):
         pretrain_gpt.main()

@@ -1,10 +1,9 @@
-"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation in a given
-iteration.
+"""One rank of a run that breaks: this process stops or dies after a given operation of a given iteration.
 
-In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a
-training run until then. MEMORY instead of a signal: the operation, a forward, raises torch's error for a device without
-memory left. FLIP: the operation is a transport, and one bit in its host buffer changes. Or in: CASES, a list of argument
-lists, each of which must be refused; out: the refusals, one after another.
+FAULT="<rank> <operation> <signal> [iteration, 2]" names the fault; it applies only before torchrun's first restart.
+MEMORY instead of a signal: the operation, a forward, raises torch's out-of-memory error. FLIP: the operation is a
+transport, and one bit in its host buffer changes. With CASES, a list of argument lists that must each be refused,
+the refusals are printed one after another.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def break_after(operation: str, number: signal.Signals, iteration: int) -> None:
 
 
 def run_out_of_memory(operation: str, iteration: int) -> None:
-    """Raise in this stage's forward of a micro-batch in this iteration."""
+    """Raise an out-of-memory error in this stage's forward of a micro-batch in this iteration."""
     import torch
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -93,7 +92,7 @@ def flip_a_bit(transport: str) -> None:
 
 
 def refuse(cases: list[list[str]]) -> None:
-    """Try to train with each of the argument lists and print the error, as Python would."""
+    """Try to train with each of the argument lists, and print the error as Python would."""
     from megatron.training import training
 
     for arguments in cases:

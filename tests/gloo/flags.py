@@ -1,4 +1,4 @@
-"""Command lines that several files train with.
+"""Flags that several test files train with.
 
 Each is one string; `Case` splits it as a shell would. `{folder}` is the folder of the launch, and `{case}` the name of
 the run.
@@ -22,13 +22,13 @@ REPORT = "--bpipe-report {folder}/{case}"
 MEASURED = f"--bpipe-min-bytes 1024 {REPORT}"
 WHOLE = "--bpipe-keep-weights-halves none"
 
-# Dropout depends on the rank that draws it, and clipping on a norm that adds up numbers in the order of the ranks.
+# Dropout depends on the rank that draws it, and clipping on a norm whose sum depends on the order of the ranks.
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 UNCLIPPED = f"{QUIET} --clip-grad 0"
 EIGHT_LAYERS = f"{UNCLIPPED} --num-layers 8"
 
 FOUR, TWO = (f"--pipeline-model-parallel-size {size}" for size in (4, 2))
-# Two stages; the rest of four ranks is another dimension.
+# Two stages; the other two of four ranks belong to another dimension.
 TWO_STAGES = f"--num-layers 2 {TWO}"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 INTERLEAVED = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
@@ -41,27 +41,27 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2 "
     f"--disable-bias-linear {UNTIED}"
 )
-# Some steps overflow and are skipped, and some are not: the first halves the scale, and two of the others double it.
+# Some steps overflow and are skipped: the first halves the loss scale, and two others double it.
 FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVALUATED = "--eval-interval 2 --eval-iters 2"
 # 4, then 8 micro-batches.
 GROWS = "--step-batch-size-schedule '0:8 1024:16' --train-samples 48 --lr-decay-samples 48"
 FURTHER = "--mtp-num-layers 2 --position-embedding-type rope"
-# Every expert takes as many tokens as its capacity, so every micro-batch saves as much.
+# Every expert takes exactly its capacity of tokens, so every micro-batch saves the same bytes.
 EXPERTS = (
     "--num-layers 8 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear "
     "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall"
 )
 EXPERT_PAIR = f"{EXPERTS} --expert-model-parallel-size 2"
-# Megatron's own attention on CPUs supports neither context parallelism nor latent attention; this one does both.
+# Megatron's own CPU attention supports neither context parallelism nor latent attention.
 PLAIN_ATTENTION = "--spec tests.gloo.layers attending_plainly"
 CONTEXT = f"--context-parallel-size 2 {PLAIN_ATTENTION}"
 LATENT = (
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     f"--v-head-dim 16 --position-embedding-type rope --rope-type rope --normalization RMSNorm {PLAIN_ATTENTION}"
 )
-# The gradient of the output layer's weight is put off to the end of the iteration, inside its matrix product.
+# The weight gradient of the output layer is deferred to the end of the iteration, inside its matrix product.
 DEFERRED = "--stand-in fused --defer-embedding-wgrad-compute --spec tests.gloo.layers computing_at_once"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 BUCKETS = "--ddp-bucket-size 20000"

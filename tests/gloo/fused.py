@@ -1,7 +1,4 @@
-"""Plain torch in place of the extension that adds up a weight's gradient inside its matrix product, which needs a GPU.
-
-In: nothing. Out: a module like the extension, or a process in which Megatron will find it.
-"""
+"""Plain torch in place of the extension that accumulates weight gradients in a matrix product, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -25,5 +22,5 @@ def extension() -> ModuleType:
 
 
 def stand_in() -> None:
-    """Install the module. Called before Megatron is imported, which looks for the extension then."""
+    """Install the module. Call it before Megatron is imported, which looks for the extension then."""
     sys.modules[NAME] = extension()

@@ -1,7 +1,6 @@
-"""Layers made of Megatron's own parts for what its local layers lack and Transformer Engine's have; the trainer takes
-them as `--spec`.
+"""Layers built from Megatron's own parts that do what only Transformer Engine's layers can; for the trainer's `--spec`.
 
-In: a model's configuration. Out: the specification of a layer. Independent of the project under test.
+Independent of the project under test.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.gloo.plain_attention import PlainAttention
 
 
 def attending_plainly(model: Any) -> ModuleSpec:
-    """Return layers with attention over a sequence that several ranks share, or latent attention."""
+    """Return layers with attention over a sequence that several ranks share, or with latent attention."""
     config = model.transformer
     spec = get_gpt_layer_local_spec(
         multi_latent_attention=config.multi_latent_attention, normalization=config.normalization
@@ -32,7 +31,7 @@ def attending_plainly(model: Any) -> ModuleSpec:
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's core attention for latent attention, which passes the widths of keys and values that it does not take.
+    """Megatron's core attention that accepts the widths of keys and values that latent attention passes.
 
     It divides its output by `--kv-channels`, which here is a value's width."""
 
@@ -42,7 +41,7 @@ class LatentAttention(DotProductAttention):
 
 
 def attending_to_latents(model: Any) -> ModuleSpec:
-    """Latent attention whose keys and values Megatron's own core attention attends to."""
+    """Return latent attention on top of Megatron's own core attention."""
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization=model.transformer.normalization)
     attention = spec.submodules.self_attention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=LatentAttention)
@@ -50,7 +49,7 @@ def attending_to_latents(model: Any) -> ModuleSpec:
 
 
 class ComputesAtOnce(ColumnParallelLinear):
-    """A layer that defers only the output layer's gradients: Megatron's own looks for a place to keep them in every layer."""
+    """A layer that does not defer its own weight gradient when the output layer does."""
 
     def __init__(self, *sizes: Any, config: Any, **settings: Any) -> None:
         at_once = copy.copy(config)
@@ -59,7 +58,7 @@ class ComputesAtOnce(ColumnParallelLinear):
 
 
 def computing_at_once(model: Any) -> ModuleSpec:
-    """Layers that leave deferred gradients to the output layer."""
+    """Return layers in which only the output layer defers its weight gradient."""
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention
     attention.submodules = dataclasses.replace(attention.submodules, linear_qkv=ComputesAtOnce)

@@ -1,8 +1,8 @@
-"""A user's training loop around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
+"""A user's training loop around Megatron's pipelined loop, trained plain, with `install`, and plain again.
 
-In: the launcher's environment, the chunks per rank (more than one: interleaved), and the name of a schedule if our own
-loop is to run one. Out: exit code 0 if all three trained the same bits, the second one moved activations, and `remove`
-restored Megatron's functions; a line for each. Uses only megatron.core, not Megatron's trainer.
+Takes the launcher's environment, the chunks per rank (more than one: interleaved), and a schedule's name if our own
+loop is to run it. Exits with 0 if all three trained the same bits, the second moved activations, and `remove`
+restored Megatron's functions. Uses only megatron.core, not Megatron's trainer.
 """
 
 # ruff: noqa: E402
@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.scheduling.options.arguments import SchedulingConfig
 
-# Megatron's trainer never returns to an earlier number of micro-batches.
+# Megatron's trainer never returns to an earlier number of micro-batches; this loop does.
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
@@ -77,23 +77,22 @@ def forward(data: Iterator[torch.Tensor], model: GPTModel) -> tuple[torch.Tensor
 
 
 def chunk(vp_stage: int | None, **settings: Any) -> GPTModel:
-    """One part of this rank's model."""
-    where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+    """Return one part of this rank's model."""
+    position: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
     return GPTModel(
         TransformerConfig(**SETTINGS, **settings),
         get_gpt_layer_local_spec(),
         VOCABULARY,
         LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(**position),
+        post_process=parallel_state.is_pipeline_last_stage(**position),
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
 
 
 def train(**settings: Any) -> tuple[list[str], str]:
-    """Train iterations of differing length from the same start; return every micro-batch's loss, and a hash of the final
-    weights."""
+    """Train from the same start; return the losses of all micro-batches, and a hash of the final weights."""
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = [chunk(index if VIRTUAL_STAGES else None, **settings) for index in range(NUM_CHUNKS)]

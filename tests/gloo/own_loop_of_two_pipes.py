@@ -1,9 +1,7 @@
-"""A user's training loop, run by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
-over all ranks.
+"""A training loop run by Megatron's 1F1B on half of the ranks with twice the replicas, then by two pipes on all ranks.
 
-In: the launcher's environment, four processes. Out: exit code 0 if both trained the same bits, weight by weight, and
-a line from each. Models are built by the function of Megatron's that knows placements, gradients are summed by the loop
-itself.
+Takes the launcher's environment with four processes; exits with 0 if both trained the same bits, weight by weight.
+Megatron's function that knows placements builds the models; the loop itself sums gradients.
 """
 
 # ruff: noqa: E402
@@ -35,7 +33,7 @@ from megatron.training.models import dist_utils
 from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
-# A pipe's micro-batches per iteration, as many as a replica's.
+# Micro-batches of each pipe and of each replica, by iteration.
 NUM_MICROBATCHES = (4, 2, 4)
 CONFIG = SchedulingConfig(
     num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), transfers=TransferConfig(timeout_s=60.0)
@@ -64,7 +62,7 @@ def chunk(pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: i
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    # By its name in the whole model: who builds a layer is what differs.
+    # Drawn by names in the whole model, because the two runs build a layer on different ranks.
     with torch.no_grad():
         for name, weight in named(model):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
@@ -84,9 +82,9 @@ def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
-    """Train, and return all ranks' losses by replica and micro-batch, and hashes of weights by name.
+    """Train; return all ranks' losses by replica and micro-batch, and hashes of weights by name.
 
-    `feeds[chunk]` is a replica.
+    `feeds[chunk]` is the replica whose samples the chunk takes.
     """
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -122,13 +120,13 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
         for part in model
         for name, weight in named(part)
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (losses_here, hashes))
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (losses_here, hashes))
     weights: dict[str, str] = {}
-    for _, of_rank in every:
+    for _, of_rank in results:
         for name, digest in of_rank.items():
             assert weights.setdefault(name, digest) == digest, f"two replicas of {name} differ"
-    return {key: loss for of_rank, _ in every for key, loss in of_rank.items()}, weights
+    return {key: loss for of_rank, _ in results for key, loss in of_rank.items()}, weights
 
 
 def main() -> None:
@@ -139,7 +137,7 @@ def main() -> None:
     plain = train([parallel_state.get_data_parallel_rank()])
     parallel_state.destroy_model_parallel()
     installed = install(CONFIG, samples_by_chunk=True)
-    # After it, because with two pipes other ranks have embeddings.
+    # After `install`, because with two pipes other ranks have embeddings.
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     both = train([samples_of(CONFIG, part) for part in range(2)])
     installed.remove()

@@ -1,9 +1,8 @@
-"""Ranks that train under torch.distributed.pipelining by torch's own schedules and by `BalancedSchedule`, one case
-after another in the same processes.
+"""Train under torch.distributed.pipelining with torch's own schedules and with `BalancedSchedule`, case by case.
 
-In: a folder, a number of ranks, a module with cases (this one, or another), and names of some. Out:
-`<folder>/rank<r>.json`: by case, whether every bit is that of torch's own class, the peak measured and the one predicted,
-evictions, and the share of a forward's activations that has moved.
+Takes a folder, a number of ranks, a module with cases (this or another), and names of some. `<folder>/rank<r>.json`
+says by case whether every bit equals that of torch's own class, the measured and predicted peaks, evictions, and
+the share of a forward's activations that moved.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ def lacks_before(major: int, minor: int) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One schedule beside torch's own class of the same stages.
+    """One schedule, compared with torch's own class for the same stages.
 
     Attributes:
-        moves: Whether anything leaves on 4 ranks.
+        moves: Whether anything is evicted on 4 ranks.
         torch_options: Options of both schedules.
-        frees: Whether dgrad frees most of a micro-batch, so that less is held than whole ones, which are counted.
+        frees: Whether dgrad frees most of a micro-batch, so that the peak is below the counted whole micro-batches.
         is_reported: Whether it trains four steps, with the third and fourth recorded in `<folder>/<case>`.
-        since: The first torch whose own class trains it.
+        since: The first version of torch whose own class trains it.
     """
 
     places: str
@@ -92,12 +91,12 @@ class Case:
     @property
     def lacks(self) -> str:
         """Return why this case is skipped with the installed torch; empty if it is not."""
-        # 2.11's handshake sends from a V's lowest rank to itself, which gloo cannot.
+        # On a V, 2.11's handshake makes the lowest rank send to itself, which gloo cannot.
         return lacks_before(*max(self.since, (2, 12) if self.places == "v" else self.since))
 
 
 ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
-# If ranks hold the same, activations go to the node's memory, even between the halves of a backward.
+# All ranks hold the same here, so activations go to the node's memory, even between the halves of a backward.
 AWAY = {"balance": BalanceConfig(hosts="host")}
 
 
@@ -135,8 +134,7 @@ CASES = {
     "a file, balanced": Case(
         "chain", ONE, lambda p: _file(build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig())))
     ),
-    # Inputs and outputs of a step.
-    # Earlier versions require a gradient of every tensor that is passed.
+    # Inputs and outputs of a step. Earlier versions require a gradient of every tensor that is passed.
     "several tensors, keywords, evaluation": Case(
         "chain", ONE, "1f1b", make=Several, steps=steps_and_evaluation, since=(2, 13)
     ),
@@ -161,7 +159,7 @@ def of_case(case: Case, rank: int, world: int, folder: Path) -> dict[str, Any]:
         return case.reference(of if len(of) > 1 else of[0], MICROBATCHES, loss_fn=loss_of, **case.torch_options)
 
     first = stages()
-    wanted = case.steps(theirs(first), first, MICROBATCHES)
+    expected = case.steps(theirs(first), first, MICROBATCHES)
     ours, meter = stages(), Meter()
     options = {**OPTIONS, **case.options, "meter": meter}
     if case.is_reported:
@@ -173,7 +171,7 @@ def of_case(case: Case, rank: int, world: int, folder: Path) -> dict[str, Any]:
             case.schedule(world) if callable(case.schedule) and not isinstance(case.schedule, type) else case.schedule
         )
         balanced = BalancedSchedule(ours, MICROBATCHES, loss_of, schedule=source, **case.torch_options, **options)
-    is_same = same(wanted, case.steps(balanced, ours, MICROBATCHES))
+    is_same = same(expected, case.steps(balanced, ours, MICROBATCHES))
     return facts(balanced, balanced.meter or meter, is_same, rank)
 
 

@@ -1,7 +1,6 @@
-"""Ranks that train within a memory budget under `BalancedSchedule`, beside torch's own class of the same stages.
+"""Train within a memory budget under `BalancedSchedule`, compared with torch's own class for the same stages.
 
-Out, as in `tests.gloo.pipelined`: by case, whether every bit is the same, and in bytes the budget, what was planned and
-what was measured.
+As in `tests.gloo.pipelined`; the results also have the budget, the plan's bytes and the measured bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tests.gloo.pipelined_stages import (
     steps_of,
 )
 
-# Torch's handshake runs a forward on uninitialized memory, and does not restore the statistics that it changes.
+# These versions' handshakes run a forward on uninitialized memory, and do not restore the statistics that it changes.
 LEAVES_STATISTICS = torch.__version__.startswith(("2.12.", "2.13."))
 
 
 class Noisy(nn.Module):
-    """A block that draws random numbers and counts: a trial forward may leave no trace of either."""
+    """A block with dropout and running statistics, neither of which a trial forward may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Noisy(nn.Module):
 
 
 def sharded(module: nn.Module) -> nn.Module:
-    # Its own mesh of one process: what is gathered and freed is the same.
+    # A mesh of one process, which gathers and frees the same as a larger one.
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pipeline", "data"))
     for block in module.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh["data"])
@@ -62,7 +61,7 @@ def sharded(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A case with a budget for all ranks. `least`: its position between the lightest and the heaviest rank's own need."""
+    """A case with a budget for all ranks: `least` is its position between the smallest and the largest own need."""
 
     places: str = "chain"
     options: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +99,7 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
     theirs = stages()
     reference = REFERENCE[case.places](theirs if len(theirs) > 1 else theirs[0], MICROBATCHES, loss_of)
     torch.manual_seed(rank)
-    wanted = steps_of(reference, theirs, MICROBATCHES, 3)
+    expected = steps_of(reference, theirs, MICROBATCHES, 3)
 
     alone, meter = stages(), Meter()
     steps_of(balanced(alone, meter, balance=None), alone, MICROBATCHES)
@@ -114,17 +113,17 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
     bits = steps_of(schedule, ours, MICROBATCHES, 3)
     assert schedule.plan is not None
 
-    def made() -> tuple[Any, ...]:
+    def traceable() -> tuple[Any, ...]:
         tokens, target = (torch.randint(0, VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
         return [case.make(index, num_stages) for index in range(num_stages)], (tokens,), loss_of, target
 
-    traced = trace_stages(made, minimum_bytes=TRANSFERS.minimum_bytes)
+    traced = trace_stages(traceable, minimum_bytes=TRANSFERS.minimum_bytes)
     arguments: Any = (traced, world, MICROBATCHES, NAMES[case.places])
     balance = case.options.get("balance", BalanceConfig())
     result = {
         "traced alone": predict_peaks(*arguments, balance=None).need_bytes[rank],
         "traced": predict_peaks(*arguments, memory=budget, balance=balance).need_bytes[rank],
-        "same": same(wanted, bits),
+        "same": same(expected, bits),
         "buffers": [
             torch.equal(buffer, traced_buffer)
             for first, second in zip(theirs, ours, strict=True)

@@ -1,5 +1,5 @@
-"""Features of stages under `BalancedSchedule`: two pipelines of two ranks with another dimension across them, or one of
-four ranks; compared with torch's own class, case by case in the same processes.
+"""Features of stages under `BalancedSchedule`, compared with torch's own class, case by case in the same processes.
+There are two pipelines of two ranks with another dimension across them, or one pipeline of four ranks.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Feature:
     Attributes:
         wrap: `wrap(module, mesh)` makes a stage of a module.
         alone: Whether there is one pipeline of four ranks, instead of two of two ranks with a mesh across them.
-        enough: Least share that moves.
+        enough: The least share of activations that must move.
         emptied: Whether torch's receive buffers hold nothing between steps.
-        shapes: `shapes(stage, num_stages)` tells torch about a stage in place of its handshake.
-        slow: Whether it runs by itself.
+        shapes: `shapes(stage, num_stages)` gives torch a stage's shapes in place of its handshake.
+        slow: Whether it runs only with --slow.
         passes_dtensors: Whether stages pass DTensors.
     """
 
@@ -118,7 +118,7 @@ class Reentrant(nn.Module):
 
 
 def shapes_of(stage: int, num_stages: int) -> dict[str, Any]:
-    """Torch's handshake asks only for gradients of inputs, which that checkpoint cannot give."""
+    """Return shapes in place of torch's handshake, which asks for input gradients that this checkpoint cannot give."""
     first, last = stage == 0, stage == num_stages - 1
     received = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
     output = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
@@ -146,8 +146,8 @@ def selectively(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if function == torch.ops.aten.addmm.default:
                 count[0] += 1
                 return CheckpointPolicy.MUST_SAVE if count[0] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-            kept = "attention" in str(function)
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            is_attention = "attention" in str(function)
+            return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
@@ -194,7 +194,7 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class SequencePart(Part):
-    """A block whose residual stream is sharded over the sequence, inside a stage or between stages, too."""
+    """A block whose residual stream is sharded over the sequence inside a stage, and optionally between stages."""
 
     mesh: DeviceMesh
     passes_spread = False
@@ -219,7 +219,7 @@ class SpreadPart(SequencePart):
 
 
 class Routed(nn.Module):
-    """Experts without a capacity: the rows of each differ between micro-batches."""
+    """Experts without a capacity, so the rows of each differ between micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 
     theirs = stages()
     reference = ONE(theirs[0], MICROBATCHES, loss_of) if feature.alone else LOOP(theirs, MICROBATCHES, loss_of)
-    wanted = steps_of(reference, theirs, MICROBATCHES, feature.num_steps)
+    expected = steps_of(reference, theirs, MICROBATCHES, feature.num_steps)
     ours, meter = stages(), Meter()
     away: dict[str, Any] = {} if feature.alone else {"balance": BalanceConfig((3,), hosts="host")}
     balanced = BalancedSchedule(
@@ -307,11 +307,11 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     )
     actual = steps_of(balanced, ours, MICROBATCHES, feature.num_steps)
     assert balanced.buffers is not None
-    return {**facts(balanced, meter, same(wanted, actual), place), "received_bytes": balanced.buffers.nbytes}
+    return {**facts(balanced, meter, same(expected, actual), place), "received_bytes": balanced.buffers.nbytes}
 
 
 def lean_and_not(rank: int, world: int) -> dict[str, Any]:
-    """Compare what torch's receive buffers hold at the peak and between steps, with lean buffers and without."""
+    """Compare the bytes in torch's receive buffers, at the peak and between steps, with and without lean buffers."""
     result: dict[str, Any] = {"same": True}
     bits = []
     for lean in (False, True):

@@ -1,7 +1,7 @@
-"""Ranks of a balanced schedule under torch's pipelining, one of which dies at some point of its second step.
+"""Ranks of a balanced schedule under torch's pipelining, one of which dies during its second step.
 
-In: a folder, and points: the rank that dies, the share of the step's calls after which it dies, and a transport. Out:
-`<folder>/killed.json`: by point, all exit codes, the ranks still running, and what the others printed.
+Takes a folder and points: the rank that dies, the share of the step's calls after which it dies, and a transport.
+Writes `<folder>/killed.json`: by point, all exit codes, the ranks still running, and what the others printed.
 """
 
 from __future__ import annotations

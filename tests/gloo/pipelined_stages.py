@@ -1,7 +1,7 @@
-"""Stages of a small transformer for torch.distributed.pipelining, and steps of them by a schedule.
+"""Stages of a small transformer for torch.distributed.pipelining, and a function that trains them by a schedule.
 
-In: stage numbers and a schedule. Out: bits: the losses of every micro-batch, the outputs, and gradients and weights
-after the last step.
+The bits of a training are the losses of all micro-batches, the outputs, and gradients and weights after the last
+step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Part(nn.Module):
 
 
 class Several(Part):
-    """Passes three tensors on, one of them without a gradient, and takes two by keyword."""
+    """Passes on three tensors, one of them without a gradient, and takes two more by keyword."""
 
     def forward(
         self,
@@ -75,7 +75,7 @@ class Several(Part):
 
 
 class Pair(Part):
-    """Passes two tensors on, to another rank or to a stage of its own."""
+    """Passes on two tensors, to another rank or to a stage of the same rank."""
 
     def forward(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Any:
         if self.embedding is not None:
@@ -162,7 +162,7 @@ def stages_of(
     wrap: Wrap = lambda module: module,
     **options: Any,
 ) -> list[PipelineStage]:
-    """Return the same weights for the same stage on every call."""
+    """Build stages; the same stage has the same weights in every call."""
     stages = []
     for index in indices:
         torch.manual_seed(100 + index)
@@ -192,7 +192,7 @@ def steps_of(
     first_step: int = 0,
     **options: Any,
 ) -> Bits:
-    """Train, and record every bit."""
+    """Train, and return the bits."""
     is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     parameters = {
         f"{stage.stage_index}.{name}": parameter
@@ -245,9 +245,9 @@ def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_mic
     return {**last, "losses": [*first["losses"], *evaluated, *last["losses"]]}
 
 
-def same(wanted: Bits, actual: Bits) -> bool:
-    return wanted["losses"] == actual["losses"] and all(
-        wanted[kind].keys() == actual[kind].keys()
-        and all(torch.equal(wanted[kind][name], actual[kind][name]) for name in wanted[kind])
+def same(expected: Bits, actual: Bits) -> bool:
+    return expected["losses"] == actual["losses"] and all(
+        expected[kind].keys() == actual[kind].keys()
+        and all(torch.equal(expected[kind][name], actual[kind][name]) for name in expected[kind])
         for kind in ("gradients", "weights")
     )

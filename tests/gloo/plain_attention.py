@@ -1,7 +1,5 @@
-"""A core attention in plain torch, for what Megatron's own cannot do without Transformer Engine: context parallelism
-and latent attention.
+"""A core attention in plain torch for what Megatron's own cannot do on a CPU: context parallelism, latent attention.
 
-In: Megatron's configuration and queries, keys and values of this rank's part of the sequence. Out: the attended values.
 Keys and values are gathered over the context-parallel ranks; the mask is causal in the positions of the whole sequence.
 """
 
@@ -18,8 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Return the positions of a rank's `length` tokens: the sequence is cut into twice as many pieces as ranks, and each
-    rank has two."""
+    """Return the positions of a rank's tokens: each rank has two of the sequence's `2 * ranks` pieces."""
     if ranks == 1:
         return torch.arange(length)
     piece = length // 2
@@ -52,10 +49,7 @@ class PlainAttention(MegatronModule):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels.
-
-        Packed ones have no batch.
-        """
+        """Take (sequence, batch, heads, channels), or without batch if packed; the result joins heads and channels."""
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q.tolist()
             parts = [

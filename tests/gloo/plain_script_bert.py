@@ -1,4 +1,4 @@
-"""Train Megatron's BERT in a script independent of this project: every stage needs every micro-batch's own padding mask."""
+"""Train Megatron's BERT in an independent script: every stage needs the padding mask of each micro-batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(pre_process: bool = True, post_process: bool = True, vp_stage: int | N
 
 
 def masked_loss(masked: torch.Tensor, second: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    """Return the loss of the masked tokens, and of predicting whether the sample began with an even token."""
+    """Return the loss of the masked tokens, and of predicting whether the sample begins with an even token."""
     losses, of_sample = output
     words = (losses.float() * masked).sum() / masked.sum().clamp(min=1)
     order = torch.nn.functional.cross_entropy(of_sample.float(), second)
@@ -42,7 +42,7 @@ def masked_loss(masked: torch.Tensor, second: torch.Tensor, output: tuple[torch.
 
 def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(data)["tokens"].cuda()
-    # The first token says how many at the end are padding.
+    # The first token determines how many tokens at the end are padding.
     lengths = tokens.size(1) - tokens[:, :1] % 8
     present = torch.arange(tokens.size(1), device=tokens.device) < lengths
     masked = (tokens % 7 == 3) & present

@@ -1,4 +1,4 @@
-"""Train Megatron's hybrid model, of recurrent, attention and MLP layers, in a script independent of this project.
+"""Train Megatron's hybrid model (recurrent, attention and MLP layers) in a script independent of this project.
 
 The mixer of the recurrent layers is ours, in plain torch: Mamba's own kernels need a GPU.
 """
@@ -26,7 +26,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.arguments import parse_and_validate_args
 from plain_script import datasets, mean_loss
 
-# The pattern if no flag gives one. M: recurrent, *: attention, -: MLP, |: the next stage.
+# The default pattern. M: recurrent, *: attention, -: MLP, |: the next stage.
 PATTERN = "M*-|M*M-|*M-|M-*"
 
 
@@ -48,7 +48,7 @@ class Mixer(torch.nn.Module):
 
 
 def stack() -> ModuleSpec:
-    """Megatron's own hybrid stack from its local parts."""
+    """Return Megatron's own hybrid stack of its local parts."""
     layer = get_gpt_layer_local_submodules()
     attention = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
     mixer = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
@@ -58,7 +58,7 @@ def stack() -> ModuleSpec:
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
     )
-    # Its last norm is Transformer Engine's.
+    # Its final norm is Transformer Engine's, which is not installed.
     return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=parts)
 
 

@@ -1,17 +1,16 @@
-"""Find ports outside of the range from which systems choose: gloo opens hundreds of sockets, one of which had taken a port
-before its listener did."""
+"""Free ports outside the range that the system assigns: otherwise one of gloo's sockets may take a listener's port."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-# Below what Linux hands out by itself (net.ipv4.ip_local_port_range), above what services use.
+# Below the ports that Linux assigns (net.ipv4.ip_local_port_range), above those of services.
 _FIRST, _LAST = 15_000, 32_000
 
 
 def free_ports(number: int) -> list[int]:
-    """Return this many ports of this machine on which nobody listens."""
+    """Return this many free ports of this machine."""
     sockets: list[socket.socket] = []
     try:
         while len(sockets) < number:

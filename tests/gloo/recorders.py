@@ -1,7 +1,7 @@
-"""Recorders of a case of `worker.py` beyond losses and a hash: weights by name, tensors, or the process's memory.
+"""Recorders for `worker.py` beyond losses and a hash: weights by name, tensors, or the process's memory.
 
-If stages are placed otherwise, weights are identified by their name in the whole model. They are then drawn by name,
-unless they are loaded, because Megatron draws them in the order of the ranks.
+If stages are placed differently, weights are identified by their names in the whole model. They are also drawn by
+name, unless loaded, because Megatron draws them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Observer(worker.Recorder):
 
 
 class Named(Observer):
-    """Records weights by name; `<case>.rank<r>.gradients` are those of the first iteration, if kept."""
+    """Records weights by name, and on request the gradients of the first iteration in `<case>.rank<r>.gradients`."""
 
     def __init__(self, case: Path, gradients: bool, seeded: bool) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tensors(Observer):
 
 
 class Peak(Observer):
-    """Records, in place of a hash, the bytes of this process at the start of its second iteration, and their peak during it."""
+    """Records, instead of a hash, this process's bytes at the start of its second iteration and their peak in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Peak(Observer):
 
     def before(self) -> None:
         gc.collect()
-        # The peak starts over.
+        # Reset the peak.
         Path("/proc/self/clear_refs").write_text("5")
         self._memory.append({"held": kernel_says("VmRSS")})
 
@@ -149,19 +149,19 @@ def kernel_says(name: str) -> int:
     return 1024 * int(kilobytes)
 
 
-def kind(asked: argparse.Namespace, case: Path) -> Callable[[], worker.Recorder]:
-    """Return the factory of the recorder that a case asks for."""
-    if asked.named:
-        return functools.partial(Named, case, asked.gradients, asked.seeded)
-    if asked.tensors:
+def kind(options: argparse.Namespace, case: Path) -> Callable[[], worker.Recorder]:
+    """Return the factory of the recorder that a case's options select."""
+    if options.named:
+        return functools.partial(Named, case, options.gradients, options.seeded)
+    if options.tensors:
         return functools.partial(Tensors, case)
-    return Peak if asked.peak else worker.Recorder
+    return Peak if options.peak else worker.Recorder
 
 
-def patches(asked: argparse.Namespace) -> Iterator[AbstractContextManager[Any]]:
-    if asked.one_pipes_samples:
+def patches(options: argparse.Namespace) -> Iterator[AbstractContextManager[Any]]:
+    if options.one_pipes_samples:
         yield mock.patch.object(Positions, "replica_of", lambda self, replica, chunk: replica // 2 * 2)
-    if asked.exact_sums:
+    if options.exact_sums:
         yield mock.patch.object(torch.distributed, "all_reduce", exactly(torch.distributed.all_reduce))
 
 
@@ -174,12 +174,12 @@ def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Paramete
             if name.startswith("decoder.layers."):
                 _, _, number, rest = name.split(".", 3)
                 name = f"decoder.layers.{numbers[int(number)]}.{rest}"
-            # A stage that predicts further tokens has an embedding, too: the output layer's own weight is then unused.
+            # A stage that predicts further tokens also has an embedding; the output layer's own weight is then unused.
             layer = inner.get_submodule(name.rpartition(".")[0]) if name in (OUTPUT, EMBEDDING) else None
             if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                 name = TIED.get(name, name)
             if isinstance(layer, OutputLayerShard | EmbeddingShard):
-                # Of what its tensor-parallel rank has without shards.
+                # Relative to the rows that its tensor-parallel rank has without shards.
                 name += f" from {layer.first_row % (layer.rows.each * layer.rows.pipeline)}"
             if "experts" in name:
                 name += f" of {parallel_state.get_expert_model_parallel_rank()}"
@@ -196,7 +196,7 @@ def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
     Norms are around one, and weights that tensor parallelism does not shard are equal on all ranks.
     """
     if " from " in name:
-        # Rows of the whole weight.
+        # Take the shard's rows of the whole weight.
         whole, _, shard = name.partition(" from ")
         first, _, rank = shard.partition(" ")
         rows: Any = torch.empty(int(first) + len(weight), weight.shape[1])

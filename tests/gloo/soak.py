@@ -1,9 +1,9 @@
 """Ranks without Megatron that move activations for a long time.
 
-In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its
-program over small real graphs, computes every gradient a second time without an engine, and pauses now and then. Several
-programs take turns, so host buffers are released and lent again. One process forks all ranks of all scenarios, because
-a rank would spend most of its time importing torch.
+Takes a file of scenarios and a folder; writes the exit codes of each scenario's ranks and what each measured. A rank
+runs its program over small real graphs, computes every gradient a second time without an engine, and sometimes pauses.
+Several programs take turns, so host buffers are released and lent again. One process forks all ranks, because a rank
+would spend most of its time importing torch.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from tests.support.alone import Alone
 
 CPU = torch.device("cpu")
 WIDTH = 256
-# Programs that take turns: numbers of micro-batches, and rows of each. Both change the size of a host buffer.
+# Programs that take turns: micro-batches, and rows of each. Both change the size of a host buffer.
 PROGRAMS = ((8, 64), (4, 96), (6, 32))
 ITERATIONS_A_TURN = 2
 TIMEOUT_S = 60.0
-# The first iterations connect and fill pools, so fewer prove nothing.
+# The first iterations connect and fill pools, so fewer turns prove nothing.
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of at least this many seconds and micro-batches, of different sizes if `differing`.
+    """A run of at least this many seconds and micro-batches, whose sizes differ if `differing`.
 
-    With `bounds` any rank with room hosts for any other.
+    With `bounds`, any rank with room hosts for any other.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Rank:
         self.iterations = 0
 
     def run(self) -> None:
-        """Run turns until rank 0 decides that the time is over."""
+        """Take turns until rank 0 decides that the time is over."""
         end = time.monotonic() + self.scenario.seconds
         going, turns = torch.ones(1), 0
         while going.item() or turns < TURNS or self.record.microbatches < self.scenario.microbatches:
@@ -156,10 +156,7 @@ class Rank:
             self.record.grown = max(self.record.grown, self.running.sizing.num_grown)
 
     def rows(self, number: int, microbatch: int) -> int:
-        """Return the rows of a micro-batch of this program.
-
-        If sizes differ, from a quarter up to a factor that grows with the iterations to three.
-        """
+        """Return a micro-batch's rows; if sizes differ, times 1/4 to a factor that grows with iterations to 3."""
         rows = PROGRAMS[number][1]
         if not self.scenario.differing:
             return rows
@@ -167,7 +164,7 @@ class Rank:
         return max(1, int(rows * random.Random(f"{self.iterations} {microbatch}").uniform(0.25, largest)))
 
     def gradients(self, number: int, engine: Engine | None, alive: list[StorageWeakRef]) -> list[torch.Tensor]:
-        """Return one iteration's gradients; without an engine nothing moves and no messages pass."""
+        """Return one iteration's gradients; without an engine, nothing moves and no messages are sent."""
         for weight in self.weights.values():
             weight.grad = None
         plan = self.plans[number]
@@ -193,7 +190,7 @@ class Rank:
             time.sleep(self.chance.random() / 300)
 
     def look(self) -> None:
-        """Record what this process holds now, after garbage collection and without the allocator's free memory."""
+        """Record what this process holds after garbage collection, without the allocator's free memory."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -217,21 +214,21 @@ class Watched:
 
 
 def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
-    """Run one process and return its exit code. Errors go to its log, with the engine's state."""
+    """Run one process and return its exit code; errors are printed to its log with the engine's state."""
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout
         )
-        this = Rank(scenario, rank)
+        trainer = Rank(scenario, rank)
         try:
-            this.run()
+            trainer.run()
         except Exception as error:
-            print(f"{this.running.where()}: {error}", file=sys.stderr)
-            this.running.abandon()
+            print(f"{trainer.running.where()}: {error}", file=sys.stderr)
+            trainer.running.abandon()
             raise
-        (folder / f"rank{rank}.json").write_text(json.dumps(asdict(this.record)))
+        (folder / f"rank{rank}.json").write_text(json.dumps(asdict(trainer.record)))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
@@ -274,8 +271,8 @@ def main() -> None:
     folder = Path(sys.argv[2])
     # Only the loopback interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for described in json.loads(Path(sys.argv[1]).read_text()):
-        scenario = Scenario(**described)
+    for fields in json.loads(Path(sys.argv[1]).read_text()):
+        scenario = Scenario(**fields)
         codes = run(scenario, folder / scenario.name)
         (folder / scenario.name / "codes.json").write_text(json.dumps(codes))
 

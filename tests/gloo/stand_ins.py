@@ -1,7 +1,4 @@
-"""Stand-ins, during one case of `worker.py`, for what this machine or this Megatron does not have.
-
-In: the launch's folder and the case's name. Out: a context each, by the name that a case gives to `--stand-in`.
-"""
+"""Stand-ins, during one case of `worker.py`, for what this machine or Megatron lacks, by `--stand-in` name."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ patch = mock.patch.object
 def births(folder: Path, case: str) -> Iterator[None]:
     """Make the first batch of messages in a group wait for all its ranks, as NCCL does to make the communicator."""
     exchange = dist.batch_isend_irecv
-    # Kept, so that no other group gets the address of a freed one.
+    # Keep the groups, so that no other gets the address of a freed one.
     born: list[Any] = []
 
     def batch_isend_irecv(operations: list[Any]) -> Any:
@@ -53,9 +50,9 @@ def births(folder: Path, case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused(folder: Path, case: str) -> Iterator[None]:
-    """Add up weight gradients inside their matrix product, as on a GPU with Apex or Transformer Engine.
+    """Accumulate weight gradients inside their matrix product, as on a GPU with Apex or Transformer Engine.
 
-    The backward writes into `weight.main_grad`, so it must meet the very parameter that the forward saved.
+    The backward writes into `weight.main_grad`, so it must get the same parameter object that the forward saved.
     """
     arguments = tuple(flag for flag in cpu_runtime.ARGUMENTS if flag != "--no-gradient-accumulation-fusion")
     extension = fused_extension.extension()
@@ -72,7 +69,7 @@ def fused(folder: Path, case: str) -> Iterator[None]:
 def later(folder: Path, case: str) -> Iterator[None]:
     """Simulate a later Megatron: functions that its main branch extends, or may extend, have one more parameter.
 
-    A call with another value than the default ends the run.
+    A call with a value other than the default ends the run.
     """
 
     def further(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -93,7 +90,7 @@ def later(folder: Path, case: str) -> Iterator[None]:
         assert output_dtype is None
         return plain(*args, **kwargs)
 
-    # As in Megatron's main branch: after the common parameters, and in another place than here.
+    # As in Megatron's main branch: after the common parameters, and at another position than here.
     extra = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     linear.__signature__ = inspect.Signature([*inspect.signature(plain).parameters.values(), extra])  # type: ignore[attr-defined]
     linear.warned = plain.warned  # type: ignore[attr-defined]
@@ -109,10 +106,10 @@ def later(folder: Path, case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def offloading_without_a_gpu(folder: Path, case: str) -> Iterator[None]:
-    """Megatron's fine-grained activation offloading, which wants Transformer Engine and a GPU.
+    """Run Megatron's fine-grained activation offloading, which requires Transformer Engine and a GPU.
 
-    Replaced are the switch by which Transformer Engine's layers know of offloading, the affinity to a GPU, and the
-    devices whose tensors it takes. `<folder>/<case>.rank<r>.offloaded`: how often it offloaded something and fetched it.
+    Replaces the switch of Transformer Engine's layers, the affinity to a GPU, and the check of a tensor's device.
+    Writes to `<folder>/<case>.rank<r>.offloaded` how often something was offloaded and reloaded.
     """
     from megatron.core.extensions import transformer_engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
@@ -170,7 +167,7 @@ def damage(folder: Path) -> None:
     if "gone" in folder.name:
         dist.barrier()
         if rank == 0:
-            # In one step, because another rank may be writing into it.
+            # Rename first, because another rank may be writing into the folder.
             shutil.rmtree(folder.rename(folder.with_name(f"taken_from_{rank}")))
 
 

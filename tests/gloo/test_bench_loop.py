@@ -1,4 +1,4 @@
-"""scripts/bench/loop.py measures both loops on every rank, and says so in a table and nothing else."""
+"""scripts/bench/loop.py measures both loops on every rank, and prints only a table."""
 
 from __future__ import annotations
 

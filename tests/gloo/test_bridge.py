@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, where Bridge is installed.
+"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, if Bridge is installed.
 
 Bridge pins many packages. To install it without a GPU, apart from the environment:
 
@@ -22,7 +22,7 @@ import pytest
 
 from tests.gloo.conftest import ROOT, finish, free_ports, start
 
-# Imports of Bridge that work in a training, so that nothing can stand in for them.
+# Imports of Bridge that a training uses, so that nothing can stand in for them.
 NEEDED = ("megatron.bridge", "transformers", "modelopt", "omegaconf", "hydra")
 
 
@@ -34,8 +34,7 @@ def missing() -> list[str]:
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(bool(missing()), reason=f"{', '.join(missing())} not installed: this file's docstring says how")
 def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
-    """Bridge's `pretrain` from its configuration: its loop, step, model, data and optimizer; the recipe compares the
-    bits itself."""
+    """Bridge's `pretrain` with its own loop, step, model, data and optimizer; the recipe itself compares the bits."""
     port, *ports = free_ports(5)
     script = [str(ROOT / "tests/gloo/bridge_recipe.py"), *map(str, ports)]
     # Stand-ins for packages are installed before Megatron is imported.

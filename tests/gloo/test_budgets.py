@@ -1,7 +1,7 @@
-"""Budgets in bytes: they are kept, as little as possible is evicted, and no bit changes, not even if the plan changes.
+"""Budgets in bytes are kept, as little as possible is evicted, and no bit changes, even if the plan changes.
 
-"One tensor" is what a stage receives for a micro-batch: Megatron's loop may keep the last backward's until the next
-forward has returned.
+"One tensor" is a stage's input of a micro-batch: Megatron's loop may hold the last backward's until the next forward
+has returned.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ SHAPES: dict[str, str] = {"plain": BATCH, "chunks": f"{INTERLEAVED} {BATCH}"}
 
 
 def budgets(shape: str, steps: int) -> list[str]:
-    """Return budgets in GiB, from one for which nothing has to leave to the smallest."""
+    """Return budgets in GiB, from one that needs no eviction to the smallest."""
     devices = devices_of(SHAPES[shape])
     largest, least = max(devices.need_bytes(devices.schedule)), smallest_bytes(devices)
-    return [kept(devices, largest - (largest - least) * step // (steps - 1)) for step in range(steps)]
+    return [feasible(devices, largest - (largest - least) * step // (steps - 1)) for step in range(steps)]
 
 
-def kept(devices: Devices, budget: int) -> str:
-    """Return the budget, or the next that a plan keeps: if chunks differ in size, a plan may exist for one budget and none
-    for a little more."""
-    for tried in range(budget, 2 * budget, budget // 1000):
+def feasible(devices: Devices, budget: int) -> str:
+    """Return the budget, or the next that a plan keeps: with uneven chunks, a slightly larger one may have no plan."""
+    for candidate in range(budget, 2 * budget, budget // 1000):
         with suppress(OverBudget):
-            within(devices_with(devices, budget_text([tried])))
-            return budget_text([tried])
+            within(devices_with(devices, budget_text([candidate])))
+            return budget_text([candidate])
     raise AssertionError(f"no plan for {budget}")
 
 
@@ -56,7 +55,7 @@ def state_bytes(outcome: Outcome, name: str) -> list[int]:
 
 
 def check_kept(outcome: Outcome, name: str, budget: str) -> None:
-    """Check that peaks after the first iteration exceed the budget by one tensor at most."""
+    """Check that peaks after the first iteration exceed the budget by at most one tensor."""
     limit = float(budget) * 2**30
     reports = outcome.reports(name)
     assert len(reports) == 4
@@ -111,9 +110,9 @@ def devices_with(devices: Devices, budget: str) -> Devices:
     ("shape", "name"), [pytest.param("plain", "auto_nothing", marks=pytest.mark.slow), ("chunks", "auto_middle")]
 )
 def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, name: str) -> None:
-    """The first iteration evicts all that helps; from the second on only what must leave, and the budget is kept.
+    """The first iteration evicts all that helps; later ones evict only what the budget requires.
 
-    Our own loop runs if nothing has to leave, Megatron's if something has.
+    Our own loop runs if nothing is evicted, otherwise Megatron's.
     """
     same(four, shape, name, 4)
     log = four.said(name)
@@ -132,8 +131,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
 
 @pytest.mark.slow
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
-    """With devices first, the tightest plan has no device with room, so everything went to nodes' memory, and stayed there
-    for any budget."""
+    """No device has room in the tightest plan; all evictions went to the nodes' memory, and stayed there."""
     same(four, "chunks", "auto_all", 4)
     first, last = four.said("auto_all").split("changing the plan:")
     assert "its own node hosts" in first
@@ -148,7 +146,7 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
 def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(
     four: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cluster's links are slow. The load already comes as early as there is room, so nothing is issued earlier."""
+    """The cluster's links are slow. Loads are already issued as early as there is room."""
     same(four, "chunks", "auto_in_time", 4)
     first, learned = four.said("auto_in_time").split("changing the plan:")
     waits = "not every transfer ends before it is needed"

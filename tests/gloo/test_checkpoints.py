@@ -1,7 +1,7 @@
-"""Checkpoints of any schedule are stock's: the same keys and shapes, and each loads and continues the other's.
+"""Checkpoints of any schedule equal stock's: the same keys and shapes, and each loads and continues the other's.
 
-Both train four iterations and save after two; then each goes on from its own checkpoint and from the other's, with the
-optimizer's state and the random state, or the rest would not be equal.
+Both train four iterations and save after two. Each then continues from its own checkpoint and from the other's; a lost
+optimizer or random state would make the rest differ.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def of_two_pipes(flags: str, more: str, ranks: int) -> Saved:
     return Saved(common, pipeline(ranks // 2), {"ours": f"{by('bitpipe-2', ranks)} {more}"}, ranks)
 
 
-# To the last bit.
+# Compared to the last bit.
 EXACT: dict[str, Saved] = {
     "tied": of_a_v(FOUR),
     "bf16": of_a_v(f"{FOUR} --bf16"),
@@ -123,7 +123,7 @@ SCHEDULES = {
 def cases_of(
     saved: Saved, continued: Iterable[tuple[str, str]] = tuple(product(("stock", "ours"), repeat=2))
 ) -> list[Case]:
-    """Pairs in `continued` are a checkpoint's case and the case that continues it."""
+    """Return training and continuing cases; `continued` pairs a checkpoint's case with the case that continues it."""
     kinds = {"stock": f"{saved.common} {saved.stock}", **{k: f"{saved.common} {f}" for k, f in saved.ours.items()}}
     cases = [
         Case(kind, f"{flags} --train-iters 4 --save {{folder}}/{kind} --save-interval 2")
@@ -177,7 +177,7 @@ def test_shards_of_the_vocabulary_are_saved_as_the_whole_layer(run_cases: Callab
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED_SCHEDULES)
 def test_shards_of_any_schedule_are_saved_as_stocks(run_cases: Callable[..., Outcome], name: str) -> None:
-    """Any other case loads and continues it, to the bit if both have shards."""
+    """Another case loads and continues it, to the bit if both have shards."""
     flags, inputs = SHARDED_SCHEDULES[name]
     shards = f"--bpipe-vocabulary 1 {inputs}"
     ours = {"one": shards, **{kind: f"{shards} {more}" for kind, more in SCHEDULES.items()}}

@@ -1,7 +1,7 @@
 """Megatron's combined 1F1B in the unmodified trainer, with experts on several ranks: moving activations changes no bit.
 
-Exchanges of experts go through gloo, one stream stands in for both, and `megatron.scheduling.cpu` lets an all-to-all take
-its sizes as tensors. Freed and refilled memory is poisoned, and what moves is checked, as in any run with what is guarded.
+Experts exchange over gloo, one stream stands in for both, and `megatron.scheduling.cpu` lets an all-to-all take its
+sizes as tensors. Freed and refilled memory is poisoned, and what moves is verified, as in any guarded run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMBINED = (
     "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
 )
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-# With two ranks a pair has nothing to gain, so activations go to the node's memory.
+# With two ranks, pairing gains nothing, so activations go to the node's memory.
 CHUNKS_OF_TWO = f"{TWO} --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 16"
 HOST = "--bpipe-hosts host --bpipe-bound 4"
 SHARED = "--moe-shared-expert-intermediate-size 32 --swiglu"
@@ -30,7 +30,7 @@ FURTHER = "--mtp-num-layers 1 --position-embedding-type rope"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules layernorm core_attn"
 # In pairs: with fewer than 8 micro-batches nothing would move.
 PAIRS = f"{FOUR} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 32"
-# Stock's flags, ours, and the number of ranks. Without a capacity sizes differ from the predicted ones.
+# Stock's flags, ours, and the number of ranks. Without a capacity, sizes differ from those predicted.
 ROWS: dict[str, tuple[str, str, int]] = {
     "padded": (f"{CHUNKS_OF_TWO} {CAPACITY}", HOST, 4),
     "dropless_and_dense": (f"{CHUNKS_OF_TWO} --moe-layer-freq 2", HOST, 4),

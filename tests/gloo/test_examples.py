@@ -1,8 +1,7 @@
-"""What the examples would run, read by torchrun's own parser and by Megatron's, with ours in it, as far as a machine
-without GPUs allows.
+"""The commands that the examples would run, parsed by torchrun's parser and by Megatron's with our arguments.
 
-The scripts print their commands (DRY_RUN=1), so nothing is tested but what they would start. One process parses them
-all, because importing Megatron takes seconds. The toy, which needs no Megatron, is run.
+The scripts only print their commands (DRY_RUN=1). One process parses them all, because importing Megatron takes
+seconds. Scripts that need no Megatron are run.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ SCRIPTS = (
     "smoke_8gpu.sh",
 )
 
-# A rank's work between torchrun and the first collective: arguments of the launcher, Megatron and ours, placement, and
-# refusals.
+# A rank's work between torchrun and the first collective: all arguments, placement and refusals.
 PARSE = """
 import contextlib, io, json, os, sys
 from megatron.scheduling import launch
@@ -44,17 +42,14 @@ for command in json.load(open(sys.argv[2])):
     nodes, gpus = parse_min_max_nnodes(torchrun.nnodes)[1], int(torchrun.nproc_per_node)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(nodes * gpus), LOCAL_WORLD_SIZE=str(gpus))
     sys.argv = [torchrun.training_script, *torchrun.training_script_args]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         args = arguments.parse_args()
         arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    wanted = {name: getattr(args, name) for name in WANTED}
-    # Where there is no GPU, ours is refused that needs one.
-    args.bpipe_transport = "auto"
-    config = config_from_args(args)
-    balance = config.balance is not None
-    parsed = {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": said.getvalue()}
-    print("PARSED", json.dumps(parsed | wanted))
+    values = {name: getattr(args, name) for name in WANTED} # Without a GPU, a transport that needs one would be
+    refused. args.bpipe_transport = "auto" config = config_from_args(args) balance = config.balance is not None parsed =
+    {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": output.getvalue()}
+    print("PARSED", json.dumps(parsed | values))
 """
 WANTED = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads world_size data_parallel_size sequence_parallel "
@@ -65,7 +60,7 @@ WANTED = (
 
 
 def commands_of(script: str) -> list[list[str]]:
-    """Return the trainings that a script would start, each from the word after torchrun."""
+    """Return the trainings that a script would start, as the words after torchrun."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
     ended = subprocess.run(
         ["bash", str(ROOT / "examples" / script)],
@@ -86,22 +81,26 @@ def commands_of(script: str) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     commands = {script: commands_of(script) for script in SCRIPTS}
-    # As common.sh and smoke_8gpu.sh set it; Megatron's --deterministic-mode asks for it.
+    # As common.sh and smoke_8gpu.sh set it; Megatron's --deterministic-mode requires it.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     folder = tmp_path_factory.mktemp("examples")
-    script, asked = folder / "parse.py", folder / "commands.json"
+    script, commands_file = folder / "parse.py", folder / "commands.json"
     script.write_text(PARSE)
-    asked.write_text(json.dumps([command for those in commands.values() for command in those]))
-    ended = finish(start(1, [str(script), WANTED, str(asked)], folder, free_ports(1)[0], environment), folder, 240)
+    commands_file.write_text(
+        json.dumps([command for script_commands in commands.values() for command in script_commands])
+    )
+    ended = finish(
+        start(1, [str(script), WANTED, str(commands_file)], folder, free_ports(1)[0], environment), folder, 240
+    )
     assert ended.codes == [0], ended.logs[0][-3000:]
     arguments = [
         json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")
     ]
-    return {script: [arguments.pop(0) for _ in those] for script, those in commands.items()}
+    return {script: [arguments.pop(0) for _ in script_commands] for script, script_commands in commands.items()}
 
 
-# Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al.
-# 2023; the rest ours.
+# Kim et al. 2023 and, for LLaMA, Touvron et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch,
+# global batch.
 CONFIGURATIONS = {
     "train_gpt3_13b.sh": (40, 5120, 40, 8, 1, 8, 1, 32),
     "train_gpt3_96b.sbatch": (80, 9984, 104, 32, 4, 8, 2, 128),
@@ -156,7 +155,7 @@ def test_the_smoke_test_tries_every_transport_in_three_layouts(parsed: dict[str,
 
 
 def lines_of(example: str) -> list[str]:
-    """Run an example that needs no launcher, and return what it prints."""
+    """Run an example that needs no launcher, and return the lines that it prints."""
     ended = subprocess.run(
         [sys.executable, str(ROOT / f"examples/{example}.py")],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Any failure soon ends every rank, with an error that names the place, and leaves no process behind."""
+"""Any failure soon ends every rank, with an error that names its place, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = f"{ITERATIONS} --num-layers 4 --pipeline-model-parallel-size 4 --global
 
 
 def run(folder: Path, flags: str, fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
-    """Train on this many ranks; wait for all of them to end, or for rank `only`."""
+    """Train on this many ranks; wait for all of them, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *f"{TINY} {STAGES} {flags}".split()]
     processes = start(ranks, script, folder, free_ports(1)[0], {"FAULT": fault} if fault else None)
     return finish(processes, folder, timeout_s=90.0, only=only)
@@ -37,10 +37,10 @@ def test_a_partner_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
-    """Check that all other ranks end soon, with the first failure as their last line, or somewhere in their output."""
+    """Check that all other ranks end soon, with the first failure in their last line, or anywhere if not `last`."""
     assert outcome.codes[dead] == -signal.SIGKILL
-    # Rank 0 keeps the store that the others read.
-    gone = (
+    # Rank 0 holds the store that the others read.
+    reason = (
         f"rank {dead} failed first: it does not answer, so it was killed,"
         if dead
         else "this run's store does not answer"
@@ -48,7 +48,7 @@ def others_end(outcome: Outcome, dead: int, last: bool = True) -> None:
     for rank in set(range(len(outcome.codes))) - {dead}:
         assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
         printed = last_line(outcome, rank) if last else outcome.logs[rank]
-        assert f"bpipe: {gone}" in printed, outcome.logs[rank][-2000:]
+        assert f"bpipe: {reason}" in printed, outcome.logs[rank][-2000:]
     assert outcome.seconds < 60
 
 
@@ -58,26 +58,24 @@ def last_line(outcome: Outcome, rank: int) -> str:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) -> None:
-    """A stage runs out of memory.
+    """A stage runs out of memory: all ranks end with that cause, even if they only see a closed connection.
 
-    Its neighbours find a closed connection, the others nothing at all: every rank ends with the cause.
-
-    Rank 0 keeps the store that the others read, and stays until they have.
+    Rank 0 holds the store, so it stays until the others have read it.
     """
     outcome = run(tmp_path, BPIPE, fault=f"{rank} {rank}F2 MEMORY")
-    where = f"(rank {rank}, stage {rank}, after {rank}F1, at {rank}F2)"
+    location = f"(rank {rank}, stage {rank}, after {rank}F1, at {rank}F2)"
     for survivor in range(4):
         assert outcome.codes[survivor] == 1, outcome.logs[survivor][-2000:]
         assert (
             last_line(outcome, survivor)
             == f"bpipe: rank {rank} failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
-            f"{where}"
+            f"{location}"
         )
     assert outcome.seconds < 60
 
 
 def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
-    """The rank leaves the trainer by SystemExit, with host buffers lent and opened."""
+    """The rank leaves the trainer with SystemExit while host buffers are lent and opened."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport peer --exit-interval 2")
     assert outcome.codes == [0] * 4, [log[-1000:] for log in outcome.logs]
     assert " iteration        2/" in outcome.logs[3]
@@ -86,11 +84,10 @@ def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
 
 
 def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Path) -> None:
-    """Stage 3 freezes: its connections stay open, so only the time-out can tell.
+    """Stage 3 freezes: its connections stay open, so only the time-out notices.
 
-    The launcher ends the others when stage 0 has gone.
-
-    Transfers are two-sided: a rank that copies by itself needs no answer, and would wait in Megatron's own messages.
+    The launcher ends the others when stage 0 has ended. The transport is two-sided: a rank that copies without its
+    partner would wait in Megatron's own messages.
     """
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport gloo --bpipe-timeout 5", fault="3 3F2 SIGSTOP", only=0)
     assert outcome.codes[0] not in (0, None)
@@ -116,7 +113,7 @@ BITS = pytest.mark.parametrize(
 def test_a_flipped_bit_ends_the_run_with_its_name(
     tmp_path: Path, transport: str, flags: str, rank: int, link: str
 ) -> None:
-    """It is noticed in shared memory, in a host's own, and in a host buffer that is sent back, before weights are updated."""
+    """The bit flips in shared memory, in a host's own, or in a buffer on its way back; weights are not updated."""
     outcome = run(tmp_path, f"{BPIPE} {flags} --bpipe-verify 1", fault=f"{rank} {transport} FLIP")
     assert all(outcome.codes), [log[-500:] for log in outcome.logs]
     error, *_ = re.findall(r"RuntimeFault: rank 0: data that came back from .*", outcome.logs[0])
@@ -153,7 +150,7 @@ def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, caps
     assert "3 iterations: everything evicted came back unchanged (" in text
 
 
-# No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.
+# No expert has a capacity: each takes the tokens that the router sends, and sizes are sent before the payload.
 DIFFERING = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-token-dispatcher-type alltoall --disable-bias-linear"
@@ -180,8 +177,7 @@ SHARED = (
 def test_whoever_dies_where_sizes_differ_ends_the_others(
     tmp_path: Path, flags: str, ranks: int, fault: str, transport: str
 ) -> None:
-    """The rank dies within an iteration, with lengths or payload under way, or between two, when hosts wait for an
-    evictor's message."""
+    """The rank dies while sizes or payload are in flight, or between iterations, when hosts wait for a message."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-transport {transport} {DIFFERING} {flags}", fault=fault, ranks=ranks)
     # A compiler that experts load prints its own last lines.
     others_end(outcome, int(fault[0]), last=False)
@@ -191,7 +187,7 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("when", ["1F3", "1B0", "1B6"])
 def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_path: Path, when: str) -> None:
-    """The rank has no partner: ranks that wait for its messages learn of its end, and the others from those."""
+    """The rank has no partner: ranks that wait for its messages notice, and the others learn from them."""
     outcome = run(tmp_path, f"{BPIPE} --bpipe-hosts host", fault=f"1 {when} SIGKILL")
     others_end(outcome, 1, last=False)
 
@@ -248,7 +244,7 @@ def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_time_out(tmp_path: Path) -> None:
-    """Its connections stay open, so only the time-out can tell."""
+    """The connections stay open, so only the time-out notices."""
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
     assert outcome.codes[3] not in (0, None)
     assert "TransferError: rank 3: 2F2>3F2 did not pass; the other end is rank 2: " in outcome.logs[3], outcome.logs[3][
@@ -274,13 +270,12 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
         in result.answers[0]
     )
     first = result.stages[0]
-    # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all
-    # four stages' worth.
+    # The third forward began with two micro-batches held. The peak would have been three if balanced, four if not.
     assert (len(first.fullest.microbatches), first.peak_microbatches) == (2, 3 if balance else 4)
     assert first.fullest.activations_bytes == 2 * first.microbatch_bytes > 1_000_000
     assert "during 0F2, iteration 1" in result.answers[1]
     assert [bool(stage.logits_bytes) for stage in result.stages] == [False, False, False, True]
-    # Adam's two moments are not there yet; every parameter is 4 bytes here, and so are its gradient and each moment.
+    # Adam's two moments do not exist yet. Parameters, gradients and moments all have 4 bytes per element here.
     assert first.rank.whole_optimizer_bytes == pytest.approx(2 * first.rank.weights_bytes, rel=0.01)
     assert first.rank.gradients_bytes == pytest.approx(first.rank.weights_bytes, rel=0.01)
     assert [way.name for way in result.ways] == ["as it was run", *["with --bpipe"] * (not balance)]
@@ -299,7 +294,7 @@ def shortage(folder: Path) -> Shortage:
 
 @pytest.mark.slow
 def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path) -> None:
-    """The rank is killed as by the kernel: without an exception or a last message. Its last line is its latest peak."""
+    """The kernel kills the rank without an exception or a last message; its record ends with its latest peak."""
     report = tmp_path / "report"
     outcome = run(tmp_path, f"{BPIPE} --bpipe-report {report}", fault="1 1F1 SIGKILL 1")
     assert outcome.codes[1] == -signal.SIGKILL
@@ -311,7 +306,7 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
     assert "after 1F0, iteration 1" in result.answers[1]
 
 
-# What all ranks see before they connect: the flags, and what rank 0 prints about them.
+# Mistakes that all ranks see before they connect: the flags, and what rank 0 prints about them.
 REFUSED = [
     ("--bpip", "error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
     ("--bpipe --bpipe-transport pigeon", "argument --bpipe-transport: invalid choice: 'pigeon'"),
@@ -340,7 +335,7 @@ REFUSED = [
     ),
 ]
 ENDED = "ended with status 2\n"
-# What Megatron refuses itself.
+# A refusal by Megatron itself.
 ITS_OWN = (
     "--bpipe --global-batch-size 7",
     "(7) must be divisible by eval_micro_batch_size (2) * data_parallel_size (1)",
@@ -348,8 +343,7 @@ ITS_OWN = (
 
 
 def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
-    """Four ranks see the same mistakes before they connect, and one of them prints: no traceback, and one usage if the
-    parser refuses."""
+    """Only one of four ranks prints a mistake: without a traceback, and with the usage if the parser refuses."""
     cases = [f"{TINY} {STAGES} {flags}".split() for flags, _ in [*REFUSED, ITS_OWN]]
     script = [str(ROOT / "tests/gloo/faulty.py")]
     outcome = finish(start(4, script, tmp_path, free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)

@@ -25,7 +25,7 @@ LAUNCH = "-m megatron.scheduling.launch"
 
 
 def iterations(folder: Path) -> list[dict[str, Any]]:
-    """Return what each iteration computed, without its time, which differs between runs."""
+    """Return what each iteration computed, without its duration, which differs between runs."""
     records = [json.loads(line) for line in (folder / "iterations.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key != "elapsed_s"} for record in records]
 
@@ -60,7 +60,7 @@ def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: floa
 
 
 def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_path: Path) -> None:
-    """Repairs are tried in every launched run, on stand-ins that may lack what a newer Megatron reads."""
+    """Every launched run tests the repairs, on stand-ins that may lack what a newer Megatron reads."""
     two = "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 8"
     script = f"{LAUNCH} {ROOT / 'tests/gloo/plain_script.py'} {TINY} {two} {ITERATIONS}"
     outcome = finish(start(2, script.split(), tmp_path, free_ports(1)[0]), tmp_path, 100)
@@ -107,7 +107,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
 
 
 @pytest.mark.parametrize(
-    ("asked", "lines"),
+    ("arguments", "lines"),
     [
         pytest.param(
             ["1"],
@@ -138,24 +138,23 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: str,
         ),
     ],
 )
-def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], lines: list[str]) -> None:
+def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, arguments: list[str], lines: list[str]) -> None:
     """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
-    script = [str(ROOT / "tests/gloo/own_loop.py"), *asked]
+    script = [str(ROOT / "tests/gloo/own_loop.py"), *arguments]
     # One rank imports everything itself, without Megatron's trainer.
-    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=int(asked == ["1"])), tmp_path, 100)
+    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=int(arguments == ["1"])), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log
     assert "bpipe:   node 0: stages 0 3 1 2" in outcome.logs[0]
-    # One program for each of the two numbers of micro-batches, although both come twice.
+    # One program for each of the two numbers of micro-batches, although each occurs twice.
     for line in lines:
         assert outcome.logs[0].count(line) == 1, outcome.logs[0]
     assert "refused: this run cannot start:\n  --bpipe: Megatron's own recomputation of the MLP" in outcome.logs[0]
 
 
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """The loop asks which samples a chunk reads; with the rank's own for all chunks, the last one's labels belonged to
-    other tokens."""
+    """The loop asks which samples a chunk reads: two pipes read different ones."""
     outcome = finish(
         start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, free_ports(1)[0]), tmp_path, 100
     )
@@ -164,12 +163,11 @@ def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert f"rank {rank}: stock and two pipes are equal" in log
 
 
-# Eight ranks that each import everything themselves.
+# Slow: eight ranks each import everything themselves.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
-    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which continue from the second iteration's
-    checkpoint."""
+    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which continue from the second's checkpoint."""
     common = f"{FOUR} --train-iters 4 {BPIPE} --bpipe-placement none"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -198,7 +196,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     processes = start(4, script.split(), tmp_path, free_ports(1)[0])
     try:
         deadline = time.monotonic() + 80
-        # The last stage prints the iterations; with pairs placed side by side it is the second process.
+        # The last stage prints the iterations; with adjacent pairs it is the second process.
         while "iteration        2/" not in (tmp_path / "rank1.log").read_text(errors="replace"):
             assert time.monotonic() < deadline, (tmp_path / "rank1.log").read_text(errors="replace")[-3000:]
             time.sleep(0.2)
@@ -213,7 +211,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
-    """Two torchrun agents of four processes each: every pair is on one agent."""
+    """There are two torchrun agents of four processes each, and every pair is on one agent."""
     sizes = "--num-layers 8 --pipeline-model-parallel-size 8 --global-batch-size 32"
     port = str(free_ports(1)[0])
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")

@@ -1,4 +1,4 @@
-"""Parts of micro-batches are evicted: as little as possible, measured as predicted, and no bit changes."""
+"""Parts of micro-batches are evicted: as little as possible, as predicted, and without changing a bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gloo.flags import BPIPE, INPUT_BYTES, UNCLIPPED
 SHAPES: dict[str, str] = {
     "plain": "--num-layers 12",
     "chunks": "--num-layers 16 --num-layers-per-virtual-pipeline-stage 2",
-    # The first and the last stage are on one rank, which is the heaviest because of a larger vocabulary.
+    # The first and the last stage are on one rank, which holds the most because of a larger vocabulary.
     "v": (
         f"--num-layers 16 --num-layers-per-virtual-pipeline-stage 2 --vocab-size 1023 {UNCLIPPED} --bpipe-schedule v-half"
     ),
@@ -38,7 +38,7 @@ def devices_of(shape: str) -> Devices:
 
 
 def whole(devices: Devices) -> int | None:
-    """Return the bytes moved if whole micro-batches leave; None if no such plan keeps the budget."""
+    """Return the bytes moved if whole micro-batches are evicted; None if no such plan keeps the budget."""
     with suppress(OverBudget):
         return within(replace(devices, parts=())).moved_bytes
     return None
@@ -46,15 +46,15 @@ def whole(devices: Devices) -> int | None:
 
 @lru_cache
 def planned(shape: str) -> tuple[str, Fit]:
-    """Return a budget in GiB for which parts suffice with fewer bytes, or which only parts keep, and its plan."""
+    """Return a budget in GiB that parts keep with fewer bytes moved than whole micro-batches, and its plan."""
     devices = devices_of(shape)
     alone = max(devices.need_bytes(devices.schedule))
     for per_mille in range(990, 600, -10):
         text = budget_text([alone * per_mille // 1000])
-        tried = replace(devices, budget_bytes=(int(float(text) * 2**30),) * 4)
+        candidate = replace(devices, budget_bytes=(int(float(text) * 2**30),) * 4)
         with suppress(OverBudget):
-            fit = within(tried)
-            if fit.how.parts and fit.moved_bytes < (whole(tried) or 2**40):
+            fit = within(candidate)
+            if fit.how.parts and fit.moved_bytes < (whole(candidate) or 2**40):
                 return text, fit
     raise AssertionError(f"{shape}: no budget lets a part be enough")
 
@@ -79,21 +79,21 @@ def measured_budget() -> str:
 
 
 def learned(transport: str) -> Case:
-    """The same training, in which parts are learned by measuring."""
+    """Return the same training, in which parts are chosen after measuring."""
     flags = cases_of("plain", transport)[1].flags.replace(planned("plain")[0], f"auto:{measured_budget()}")
     return Case("learned", flags.replace("plain_gloo_part", "learned_part"))
 
 
 @pytest.fixture(scope="module")
 def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
-    wanted = sorted(asked_for(request, "shape", "transport"))
-    cases = [case for shape, transport in wanted for case in cases_of(shape, transport)]
-    return run_cases(4, [*cases, *([learned("gloo")] if ("plain", "gloo") in wanted else [])], timeout_s=600)
+    selected = sorted(asked_for(request, "shape", "transport"))
+    cases = [case for shape, transport in selected for case in cases_of(shape, transport)]
+    return run_cases(4, [*cases, *([learned("gloo")] if ("plain", "gloo") in selected else [])], timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def of_a_v(run_cases: Callable[..., Outcome]) -> Outcome:
-    """Draw weights by their names, because ranks of a V have other weights."""
+    """Run the cases of a V, with weights drawn by name because its ranks have other weights."""
     return run_cases(4, cases_of("v", "gloo"), timeout_s=300)
 
 
@@ -141,7 +141,7 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
     for rank, report in enumerate(outcome.reports(f"{name}_part")):
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES, f"rank {rank}"
         if shape != "v":
-            # Between the halves of a split backward a small stage holds less than planned.
+            # Between the halves of a split backward, a small stage holds less than planned.
             assert (
                 abs(report["peak_bytes"] - sum(allocated_bytes(fit.schedule, rank, fit.memory))) <= 2 * INPUT_BYTES
             ), f"rank {rank}"
@@ -151,13 +151,13 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
     assert senders
     log = outcome.said(f"{name}_part")
     assert "GiB of each of" in log
-    # What a stage keeps is unknown if no more than its first micro-batch leaves.
+    # The bytes that a stage keeps are unknown if only its first micro-batch is evicted.
     assert "MB stay" in log or shape == "v"
     assert "little memory is freed" not in log
 
 
 def moved_of(outcome: Outcome, name: str, rank: int) -> dict[int, int]:
-    """Return, by stage, the measured bytes that leave with one micro-batch."""
+    """Return the measured bytes that are evicted with one micro-batch, by stage."""
     path = sorted(Path(outcome.report_folder(f"{name}_part")).glob("record_*.jsonl"))[rank]
     (iteration,) = (line for line in map(json.loads, path.read_text().splitlines()) if "actions" in line)
     return {int(stage): size for stage, size in iteration.get("moved_bytes", {}).items()}

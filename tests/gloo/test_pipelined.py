@@ -1,4 +1,4 @@
-"""`bpipe.torch` over gloo: the bits of torch's own schedule classes, and the peaks that were predicted."""
+"""`bpipe.torch` over gloo has the bits of torch's own schedule classes, and the predicted peaks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tests.gloo.pipelined import CASES
 
 pytestmark = pytest.mark.timeout(180)
 
-Found = list[dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 def parameters(named: Mapping[str, Any], always: Collection[str]) -> list[Any]:
-    """Return names as parameters; all but those in `always` run only with --slow, and those that the installed torch's
-    own class cannot train are skipped."""
+    """Return names as parameters: slow except `always`; skipped if the installed torch cannot train them."""
     return [
         pytest.param(
             name,
@@ -49,17 +48,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Found:
+def results(folder: Path) -> Results:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_every_bit_is_that_of_torchs_own_class(case: str, results: Found) -> None:
+def test_every_bit_is_that_of_torchs_own_class(case: str, results: Results) -> None:
     assert [rank[case]["same"] for rank in results] == [True] * len(results)
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_peaks_are_those_predicted(case: str, results: Found) -> None:
+def test_peaks_are_those_predicted(case: str, results: Results) -> None:
     peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in results]
     if CASES[case].frees:
         assert all(measured <= predicted for measured, predicted in peaks), peaks
@@ -68,33 +67,33 @@ def test_peaks_are_those_predicted(case: str, results: Found) -> None:
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_what_was_to_leave_has_left(case: str, results: Found) -> None:
+def test_what_was_to_leave_has_left(case: str, results: Results) -> None:
     for rank in results:
         of_case = rank[case]
         assert (of_case["moved"] > 0) is (of_case["evictions"] > 0)
-        # What a stage passes on its own rank is held by both stages, and stays.
+        # A tensor that a stage passes within its own rank is held by both stages, and is not evicted.
         assert CASES[case].frees or all(share > 0.9 for share in of_case["shares"]), of_case["said"]
     if len(results) == 4:
         assert any(rank[case]["evictions"] for rank in results) is CASES[case].moves
 
 
-def test_every_step_is_verified_where_that_is_asked(results: Found) -> None:
+def test_every_step_is_verified_where_that_is_asked(results: Results) -> None:
     assert [rank["1f1b, verified"]["verified"] for rank in results] == [2] * len(results)
 
 
 @pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}, ALWAYS))
 def test_a_report_of_a_run_judges_it(
-    case: str, folder: Path, results: Found, capsys: pytest.CaptureFixture[str]
+    case: str, folder: Path, results: Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`bpipe report` reports this run as it does one under Megatron."""
+    """`bpipe report` works as for a run under Megatron."""
     assert main(["report", str(folder / case), "--format", "json"]) == 0
-    judged = json.loads(capsys.readouterr().out)
-    stages = judged["stages"]
-    assert judged["iterations"] == [3, 4]
+    report = json.loads(capsys.readouterr().out)
+    stages = report["stages"]
+    assert report["iterations"] == [3, 4]
     assert [stage["evictions"] for stage in stages] == [rank[case]["evictions"] for rank in results]
     assert [stage["measured_microbatches"] for stage in stages] == [rank[case]["peak"] for rank in results]
     for place, stage in enumerate(stages):
-        # If two stages of one rank follow each other, what the first passes is held by both, and stays.
+        # What a stage passes to another stage of the same rank is held by both, and is not evicted.
         folds = CASES[case].places == "v" and place == len(results) - 1
         assert stage["measured_bytes"] == pytest.approx(stage["predicted_bytes"], rel=0.1 if folds else 0)
     losses = [json.loads(line)["loss"] for line in (folder / case / "iterations.jsonl").read_text().splitlines()]

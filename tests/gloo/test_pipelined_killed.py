@@ -1,5 +1,4 @@
-"""A rank of a balanced schedule under torch's pipelining dies: all others end in time, each with its place, and leave
-nothing behind."""
+"""If a rank dies under torch's pipelining, all others end in time, each with its place, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Trainings whose stages are placed as a V, or in both directions, equal stock Megatron's, weight by weight.
 
-"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop. Beside a V it has one stage per rank. To
-Megatron two pipes over p ranks are pipelines of p/2 ranks in twice as many replicas, so there stock has those sizes; its
-weights are the same bits with virtual stages and without. Without dropout, whose numbers depend on the rank that draws
-them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
+"Stock" is Megatron's own loop without our patches. Compared with a V, it has one stage per rank. Two pipes over p ranks
+are, to Megatron, pipelines of p/2 ranks in twice as many replicas, so stock runs with those sizes; its weights have
+the same bits with and without virtual stages. Dropout is off because it depends on the rank that draws it, and so is
+clipping, whose norm is summed in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SEEDED = "--seeded --attention-dropout 0.1 --hidden-dropout 0.1"
 
 
 def whole(schedule: Schedule) -> Schedule:
-    """The same with backwards that are not split."""
+    """Return the same schedule without split backwards."""
     orders = [
         [
             Action(op.stage, Kind.BACKWARD if op.kind is Kind.BACKWARD_INPUT else op.kind, op.microbatch)
@@ -78,14 +78,14 @@ def whole(schedule: Schedule) -> Schedule:
 
 
 def eager(schedule: Schedule) -> Schedule:
-    """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
+    """Return the same schedule, but stage 0 computes all its forwards first, so that its rank holds the most."""
     orders = [[op for slot in row for op in slot.computations] for row in schedule.ranks]
     orders[0].sort(key=lambda op: (op.stage, op.kind) != (0, Kind.FORWARD))
     return place("eager", schedule.num_microbatches, schedule.layout, orders)
 
 
 def write(folder: Path) -> None:
-    """Schedules as files: by name, ranks and micro-batches."""
+    """Write schedules as files whose names have the numbers of ranks and micro-batches."""
     schedules = {
         "eager": write_csv(eager(build(ScheduleConfig("v-min", 4, 8, num_chunks=2)))),
         "dual_pipe_v": as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)),
@@ -103,7 +103,7 @@ def of_file(name: str) -> str:
     return f"--bpipe-schedule {{schedules}}/{name}.csv"
 
 
-# By name: flags, and whether something moves of eight micro-batches over four stages.
+# By name: flags, and whether eight micro-batches over four stages move anything.
 SCHEDULES = {
     "v-half": ("--bpipe-schedule v-half", False),
     "v-half_whole": (f"--bpipe-schedule v-half {WHOLE}", False),
@@ -119,14 +119,14 @@ SCHEDULES = {
     "dual_pipe_v": (of_file("dual_pipe_v"), False),
     "eager_balanced": (f"{of_file('eager')} {PEER}", True),
     "eager_balanced_gloo": (f"{of_file('eager')} {GLOO}", True),
-    # Placed as stock's, with other orders.
+    # Placed as in stock, with other orders.
     "grouped": (f"--bpipe-schedule grouped-interleaved {CHUNKS}", False),
     "grouped_balanced": (f"--bpipe-schedule grouped-interleaved {CHUNKS} {PEER}", True),
     "zb-h1": ("--bpipe-schedule zb-h1", False),
     "1f1b": ("--bpipe-executor", False),
 }
 V = "v-half v-min v-half_of_a_file"
-# Flags of a feature, micro-batches, and what is compared with stock: four stages, of which a rank of a V has two.
+# Flags of a feature, micro-batches, and what is compared with stock; of four stages a rank of a V has two.
 V_ROWS: dict[str, tuple[str, int, str]] = {
     "m8": (
         "",
@@ -165,22 +165,22 @@ V_ROWS: dict[str, tuple[str, int, str]] = {
     ),
     "fp16": (FP16, 6, V),
     "tokens_of_a_file": (
-        # Megatron looks for samples in an empty part for ever.
+        # Megatron searches an empty part for samples forever.
         "--data-path {schedules}/tokens --tokenizer-type NullTokenizer --vocab-size 512 "
         "--split 6,3,2 --eval-interval 2 --eval-iters 1",
         6,
         f"{V} grouped zb-h1 1f1b",
     ),
-    # A function of the script's own makes its model, and Megatron builds chunks by it in another place.
+    # The script's own function makes its model, and Megatron builds chunks with it elsewhere.
     "script_of_ones_own": ("--script plain_script.py", 6, f"{V} grouped zb-h1 1f1b"),
-    # By name: a file has one number of micro-batches.
+    # Only by name: a file has one number of micro-batches.
     "grows": (GROWS, 0, "v-half"),
-    # Chunks as large, and dropout drawn by stage: besides the order of ranks a V has nothing to do with it.
+    # Equal chunks, and dropout drawn by stage, so a V differs only in the order of ranks.
     "dropout": (f"{CHUNKS} {SEEDED}", 8, "v-half zb-v grouped_balanced"),
-    # Put off to the end of an iteration, and added up inside their product, on the rank that has the embedding, too.
+    # Deferred to the end of an iteration and accumulated in the matrix product, also on the rank with the embedding.
     "deferred": (DEFERRED, 8, "v-half zb-v"),
 }
-# What a V is given in place of stock's.
+# Layouts of a V that correspond to stock's.
 OF_A_V = {
     "Et|tt|ttt|tttL": "Et|tt|t|t|t|t|t|tL",
     "Et*2|t*2|t*2|t*2mL": "Et|t|t|t|t|t|t|tmL",
@@ -195,7 +195,7 @@ V_WIDE_ROWS: dict[str, tuple[str, int, str]] = {
     "v_and_context": (CONTEXT, 6, V),
     "v_and_experts": (EXPERT_PAIR, 3, V),
 }
-# Eight ranks, sixteen micro-batches, and whether something moves.
+# With eight ranks and sixteen micro-batches: flags, and whether anything moves.
 EIGHT_RANKS: dict[str, tuple[str, bool]] = {
     "1f1b": ("--bpipe-executor", False),
     "1f1b_balanced": (f"--bpipe-executor {PEER}", True),
@@ -216,7 +216,7 @@ EIGHT_RANKS: dict[str, tuple[str, bool]] = {
 def v_rows() -> Iterable[Row]:
     for rows, pipeline, ranks in ((V_ROWS, FOUR, 4), (V_WIDE_ROWS, TWO, 2)):
         for feature, (flags, microbatches, which) in rows.items():
-            # Of two stages two replicas share the batch.
+            # With two stages, two replicas share the batch.
             size = batch(microbatches if ranks == 4 else 6) if microbatches else ""
             common = f"{NAMED} {pipeline} {size} {flags}"
             ours = common
@@ -238,7 +238,7 @@ def v_rows() -> Iterable[Row]:
 
 V_ALWAYS = {("untied_predictions_in_a_layout", "v-min_balanced")}
 
-# -- hybrid models: a pattern of layers is dealt out by stage. The same layers in four, eight and two stages.
+# -- hybrid models: a layer pattern is divided into stages. The same layers in four, eight and two stages.
 LAYERS = ("M*", "-*", "M", "-M", "*-", "M-", "M", "*-")
 
 
@@ -267,7 +267,7 @@ def pipeline(ranks: int, chunks: int = 1) -> str:
 
 
 def chunks_of(schedule: str) -> int:
-    """A family's name may end in its chunks."""
+    """Return the number of chunks at the end of a family's name."""
     return int(schedule[-1]) if schedule[-1].isdigit() else 1
 
 
@@ -277,10 +277,10 @@ def by(schedule: str, ranks: int = 4) -> str:
 
 
 EVERY = " ".join(("chimera", "mixpipe", "bitpipe-2", "bitpipe-early-2"))
-# Flags of both, micro-batches of both pipes together, and the schedules that are compared with stock, on four ranks.
+# Flags of both, micro-batches of both pipes together, and the schedules compared with stock, on four ranks.
 PIPES_ROWS: dict[str, tuple[str, int, str]] = {
     "two_of_six": ("", 6, EVERY),
-    # Odd, so that a rank's last chunk serves the other pipe than its first, and with a turn at both ends.
+    # Odd, so a rank's first and last chunks serve different pipes, and the stages turn at both ends.
     "three_chunks": ("--num-layers 12 --gradients", 8, "bitpipe-3"),
     "two_of_llama": (f"{LLAMA} --calculate-per-token-loss --eval-interval 1 --eval-iters 2", 8, "chimera bitpipe-2"),
     "two_of_fp16": (FP16, 8, "chimera"),
@@ -292,17 +292,17 @@ PIPES_ROWS: dict[str, tuple[str, int, str]] = {
         "bitpipe",
     ),
     "two_of_uneven_ends": (f"--num-layers 12 --decoder-first-pipeline-num-layers 2 {FULL}", 8, "chimera"),
-    # Drawn by stage, and of chunks as large, so stock has as many.
+    # Dropout is drawn by stage, so stock has the same chunks.
     "two_of_dropout": (SEEDED, 8, "bitpipe-2"),
-    # The same stages on half as many ranks: stock's virtual ones.
+    # The same stages on half as many ranks: virtual stages in stock.
     "two_of_layout": (f"--num-layers 9 {LAYOUT} Et|tt|ttt|tttL", 8, "chimera"),
     "two_of_grows": (GROWS, 0, "chimera"),
-    # Its loss is one number, which Megatron logs of one replica: with an odd number of chunks the other one's.
+    # Megatron logs the loss of one replica, which with an odd number of chunks is the other one's.
     "two_of_script": ("--script plain_script.py", 8, "bitpipe-2"),
 }
 PIPES_OF_A_LAYOUT = {"Et*4|t*4mL": "Et|t|t|t|t|t|t|tmL"}
-# Two ranks in another dimension. Gradients are summed over four ranks, two of each pipe, and stock's ranks come in
-# another order: equal to the bit where that has no part.
+# With two ranks in another dimension, gradients are summed over four ranks, in another order than stock's: they are
+# equal to the bit only if the order does not matter.
 PIPES_WIDE_ROWS: dict[str, tuple[str, int, str]] = {
     "two_and_sequence": (SEQUENCE, 8, "chimera bitpipe-2"),
     "two_and_context": (f"{CONTEXT} --exact-sums --gradients", 8, "chimera bitpipe-2"),
@@ -314,8 +314,8 @@ SIXTEEN_ROWS: dict[str, tuple[str, int, str]] = {
     "two_of_eight_and_sequence": (f"{SEQUENCE} {DEEPER}", 16, "chimera bitpipe-2"),
     "two_of_eight_and_data": (f"--exact-sums --gradients {DEEPER}", 32, "chimera bitpipe-2"),
 }
-# Experts that the two ranks of a pair share, and sums as they are, beside a stock with as many chunks: where a ring
-# begins follows from a weight's place in its chunk's buffer. Compared with tolerance.
+# Two ranks of a pair share experts, and sums are not exact. Stock has the same chunks, because a ring begins where a
+# weight's place in its chunk's buffer says.
 PAIR_ROWS: dict[str, tuple[str, int, str]] = {"experts_of_a_pair": (f"{EXPERT_PAIR} --gradients", 8, EVERY)}
 PAIR_EIGHT_ROWS: dict[str, tuple[str, int, str]] = {
     "experts_of_a_pair_of_eight": (f"{EXPERT_PAIR} --gradients {DEEPER}", 16, "chimera bitpipe-2"),
@@ -345,10 +345,10 @@ def pipes_rows(rows: dict[str, tuple[str, int, str]], world: int = 4, ranks: int
     return pairs
 
 
-# Every number of ranks, of rounds of micro-batches, and of chunks: beside stock with as many virtual stages.
+# All numbers of ranks, rounds of micro-batches and chunks, compared with stock's same number of virtual stages.
 SIZED: dict[str, tuple[str, str]] = {
     "plain": ("--gradients", "chimera bitpipe-2 bitpipe-3 mixpipe bitpipe-early-2 bitpipe-early-3"),
-    # Of gradients a rank then has the sums of its shard alone, and stock's shards are other weights.
+    # A rank then has only its shard's sums of gradients, and stock's shards have other weights.
     "sharded": (
         "--use-distributed-optimizer --calculate-per-token-loss --eval-interval 1 --eval-iters 2",
         "chimera bitpipe-2 bitpipe-3",
@@ -357,8 +357,8 @@ SIZED: dict[str, tuple[str, str]] = {
     "overlaps": (f"{OVERLAPS} {BUCKETS}", "chimera bitpipe-2 bitpipe-3"),
     "unaligned": (UNALIGNED, "chimera bitpipe-2 bitpipe-3"),
 }
-# On eight ranks, where something moves: rounds, the chunks that stock is compared by, and flags. Of 8 micro-batches, one
-# unit, the ranks in the middle hold most.
+# On eight ranks something moves: rounds, the chunks of stock, and flags. With one unit of 8 micro-batches, the middle
+# ranks hold the most.
 MOVING: dict[str, tuple[int, int, str]] = {
     "chimera_balanced": (1, 1, f"{by('chimera', 8)} {PEER}"),
     "chimera_balanced_gloo": (1, 1, f"{by('chimera', 8)} {GLOO}"),
@@ -378,7 +378,7 @@ def sized_row(feature: str, name: str, ranks: int, rounds: int, chunks: int, our
 
 
 def sized_rows() -> Iterable[Row]:
-    """A plain schedule meets every number of rounds, and both numbers of ranks; with a feature they take turns."""
+    """A plain schedule has every number of rounds and ranks; with a feature, these numbers alternate."""
     number = 0
     for feature, (_, which) in SIZED.items():
         for schedule in which.split():
@@ -404,7 +404,7 @@ PIPES = [
 ]
 
 
-# Writes documents of random tokens as Megatron's file and its index, in a process that has the stand-in for CUDA.
+# Writes documents of random tokens as Megatron's file and index, in a process with the stand-in for CUDA.
 TOKENS = """
 import sys
 import torch
@@ -459,8 +459,7 @@ def test_two_pipes_train_as_stock_does(trained: Trained, row: Row) -> None:
 
 @pytest.mark.parametrize("row", parameters([*pipes_rows(PAIR_ROWS), *pipes_rows(PAIR_EIGHT_ROWS, 8, 8)]))
 def test_experts_of_a_pair_add_up_tokens_of_both_pipes(trained: Trained, row: Row) -> None:
-    """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other
-    last bits."""
+    """A chunk adds up its own pipe's tokens first, unlike stock, so experts' sums differ in the last bits."""
     outcome, ours, stock = trained(row), row.ours.name, row.stock.name
     first, of_stock = (without_norms(outcome.record(case, row.world - 1))[0] for case in (ours, stock))
     assert first == of_stock
@@ -470,14 +469,13 @@ def test_experts_of_a_pair_add_up_tokens_of_both_pipes(trained: Trained, row: Ro
     assert furthest(actual, expected) < 1e-6
 
 
-# Layers of chunks that serve the pipe that begins in their rank's half of the ranks.
+# Layers of chunks whose pipe begins in their rank's half of the ranks.
 ITS_OWN_PIPES = {"chimera": {0, 1, 2, 3}, "bitpipe-2": {0, 1, 6, 7}}
 
 
 @pytest.mark.parametrize("row", parameters(pipes_rows(ROUNDED_ROWS, 8)))
 def test_a_sum_of_four_differs_by_its_order(trained: Trained, row: Row) -> None:
-    """A rank's chunks serve both pipes, and half of them read the samples of its pair, so half of the sums have another
-    order. Of the others even the bits are stock's."""
+    """Half of a rank's chunks read its pair's samples, so their sums have another order; the rest are equal."""
     outcome, ours, stock = trained(row), row.ours.name, row.stock.name
     assert losses_of(outcome, ours) == pytest.approx(losses_of(outcome, stock), rel=1e-6)
     if "--gradients" in row.stock.flags:
@@ -495,8 +493,7 @@ def test_a_sum_of_four_differs_by_its_order(trained: Trained, row: Row) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gradients_are_those_of_one_process_over_the_same_samples(run_cases: Callable[..., Outcome]) -> None:
-    """And not where both pipes read the first one's: samples that nobody reads would show in no loss of a single
-    run."""
+    """If both pipes read the first one's samples, no loss of a single run would show the unread ones."""
     common = f"{NAMED} {batch(8)} --gradients --train-iters 1"
     alone = run_cases(1, [Case("alone", f"{common} {pipeline(1)}")], 200)
     cases = [
@@ -517,7 +514,7 @@ def test_seeded_dropout_drops_something(run_cases: Callable[..., Outcome]) -> No
     assert weights(outcome, "dropped", 4) != weights(outcome, "quiet", 4)
 
 
-# With the logits of all tokens in shards, which add up in another order.
+# The logits of all tokens in shards, whose sums have another order.
 SHARDED = {
     "v-half": "--bpipe-schedule v-half --bpipe-vocabulary 1",
     "grouped": f"--bpipe-schedule grouped-interleaved --bpipe-vocabulary 2 {BPIPE}",

@@ -1,5 +1,4 @@
-"""Rows of plans start in the trainer: shrunk to what a CPU trains, with the schedule, cut, balancing and shards of the
-row."""
+"""Printed plans, shrunk to what a CPU trains, start in the trainer with their schedule, cut, balancing and shards."""
 
 from __future__ import annotations
 
@@ -22,10 +21,7 @@ from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows
 
 
 def shrunk(setup: Setup) -> Setup:
-    """Shrink a setup to a small model in 32 bits, with a layer per stage and at most four ranks, for a CPU.
-
-    Groups shrink with the ranks.
-    """
+    """Shrink a setup for a CPU: a small model in 32 bits, a layer per stage, at most four ranks, and smaller groups."""
     pipeline = min(setup.pipeline, 4)
     num_stages = pipeline * setup.num_chunks
     group = None if setup.group_size is None else max(1, setup.group_size * pipeline // setup.pipeline)
@@ -67,7 +63,7 @@ def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) 
 
 
 def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list[Setup]:
-    """Return the setups that `bpipe plan` prints for a model on a device: the answer's choices, and rows."""
+    """Return the setups in the choices and rows that `bpipe plan` prints for a model on a device."""
     main(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"])
     text = capsys.readouterr().out
     choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^\w+: (--.*)$", text, re.MULTILINE)]
@@ -80,11 +76,11 @@ def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list
 def test_what_is_printed_of_every_model_on_every_device_starts_in_the_trainer(
     run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [(model, device) for model in MODELS for device in DEVICES]
-    answered = [setups for model, device in asked if (setups := printed(model, device, capsys))]
+    pairs = [(model, device) for model in MODELS for device in DEVICES]
+    answered = [setups for model, device in pairs if (setups := printed(model, device, capsys))]
     assert len(answered) >= 20
-    # Many become equal when they are shrunk.
-    every = dict.fromkeys(shrunk(setup) for setups in answered for setup in setups)
-    for world in sorted({setup.pipeline for setup in every}):
-        flags = [shlex.join(megatron_flags(setup)) for setup in every if setup.pipeline == world]
+    # Many are equal after shrinking.
+    unique_setups = dict.fromkeys(shrunk(setup) for setups in answered for setup in setups)
+    for world in sorted({setup.pipeline for setup in unique_setups}):
+        flags = [shlex.join(megatron_flags(setup)) for setup in unique_setups if setup.pipeline == world]
         start(run_cases, world, [Case(f"row{number}", words) for number, words in enumerate(flags)])

@@ -1,6 +1,6 @@
-"""A pool of hosts in the unmodified trainer: stages that differ, one that sends to several, several that send to one.
+"""A pool of hosts in the unmodified trainer: uneven stages, one that sends to several, several that send to one.
 
-Moving changes no bit, memory is as predicted, and if stages differ a pool reaches a lower peak than pairs.
+Moving changes no bit, memory is as predicted, and with uneven stages a pool reaches a lower peak than pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.smallest import smallest_bytes
 pytestmark = pytest.mark.timeout(400)
 
 BATCH = "--global-batch-size 16"
-# The first two stages are heavy, and the pairs' own partners have not room enough for them.
+# The first two stages are large, and their partners in pairs have too little room.
 UNEVEN = f"--num-layers 9 --pipeline-model-parallel-layout Et*4|t*2|t*2|tL {BATCH}"
 POOL = "--bpipe-hosts pool"
 
@@ -70,19 +70,19 @@ def test_who_hosts_for_whom(four: Outcome) -> None:
     )
     assert [report["evictions"] > 0 for report in four.reports("to_one")] == [True, True, False, False]
     fit = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
-    for line in found_lines(four, "uneven_pool"):
+    for line in need_lines(four, "uneven_pool"):
         assert line.startswith("bpipe: rank ")
     assert any(len(of_rank) > 1 for of_rank in fit.schedule.hosts or ())
 
 
-def found_lines(outcome: Outcome, name: str) -> list[str]:
+def need_lines(outcome: Outcome, name: str) -> list[str]:
     lines = [line for line in outcome.said(name).splitlines() if " would need " in line]
     assert lines
     return lines
 
 
 def test_where_stages_differ_a_pool_reaches_less_than_pairs(four: Outcome) -> None:
-    """Measured, of the fullest rank: activations, with weights, gradients and optimizer state as they are predicted."""
+    """Compare the fullest ranks: measured activations plus predicted weights, gradients and optimizer state."""
     fullest = {}
     for name, hosts in (("uneven_pair", "pair"), ("uneven_pool", "pool")):
         besides = uneven(hosts).besides

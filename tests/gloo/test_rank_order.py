@@ -1,6 +1,6 @@
 """Our order of ranks equals that of Megatron's RankGenerator.
 
-Not among the unit tests: importing Megatron takes seconds.
+It is not a unit test, because importing Megatron takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.scheduling.placement.rank_order import rank_of
 from tests.gloo.conftest import finish, free_ports, start
 
 ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
-# tensor, context, pipeline, data; among them the sizes of the paper's runs and odd ones.
+# tensor, context, pipeline, data: the paper's runs and odd sizes.
 SIZES = [
     (1, 1, 4, 1),
     (1, 1, 16, 1),
@@ -29,7 +29,7 @@ SIZES = [
     (2, 1, 1, 4),
 ]
 
-# Megatron adds the axis of sharded weights to the order itself; with a size of 1 it must change nothing.
+# Megatron itself adds an axis of sharded weights to the order; with a size of 1 it must change nothing.
 ASK_MEGATRON = """
 import json, sys
 from megatron.core.parallel_state import RankGenerator, _inject_gtp_remat_axis
@@ -37,8 +37,8 @@ answers = []
 for (tp, cp, pp, dp), order in json.loads(sys.argv[1]):
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=_inject_gtp_remat_axis(order, after="tp"))
     answers.append({token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "pp")})
-    # Expert parallelism takes its ranks from what is data parallel for the rest; the pipelines must stay what they are. Where the
-    # pipeline comes before the data, Megatron refuses it.
+    # Expert parallelism takes ranks from data parallelism; the pipelines must not change. Megatron refuses it with the
+    # pipeline before the data.
     if cp == 1 and dp % 2 == 0 and order.endswith("pp"):
         expert = RankGenerator(tp=tp, ep=2, dp=dp // 2, pp=pp, cp=1, order=_inject_gtp_remat_axis(order, after="ep"))
         answers[-1]["expert pp"] = expert.get_ranks("pp")
@@ -50,8 +50,8 @@ print("ANSWERS", json.dumps(answers))
 def megatron_groups(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
-    asked = list(product(SIZES, ORDERS))
-    question = json.dumps([(sizes, ORDERS[order]) for sizes, order in asked])
+    queries = list(product(SIZES, ORDERS))
+    question = json.dumps([(sizes, ORDERS[before_data]) for sizes, before_data in queries])
     folder = tmp_path_factory.mktemp("groups")
     script = folder / "ask.py"
     script.write_text(ASK_MEGATRON)
@@ -59,11 +59,11 @@ def megatron_groups(
     assert ended.codes == [0], ended.logs[0][-3000:]
     (line,) = [line for line in ended.logs[0].splitlines() if line.startswith("ANSWERS ")]
     answers: list[Any] = json.loads(line.removeprefix("ANSWERS "))
-    return dict(zip(asked, answers, strict=True))
+    return dict(zip(queries, answers, strict=True))
 
 
 def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[list[int]]:
-    """Return the groups of ranks that differ in one dimension only, in that dimension's order."""
+    """Return the groups of ranks that differ only in one dimension, in that dimension's order."""
     sizes = {
         "stage": topology.pipeline,
         "replica": topology.data,

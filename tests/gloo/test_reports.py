@@ -1,5 +1,4 @@
-"""Output of trainings besides losses: reports that cannot be written, profiles, and a single stage. No bit of the
-training changes."""
+"""Trainings with unwritable reports, profiles, or a single stage: no bit changes, and the output is right."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ def test_no_bit_changes(four: Outcome, case: str) -> None:
 
 
 def test_a_full_disk_ends_no_training(four: Outcome) -> None:
-    """Two ranks cannot write their records. One of them reports it, and the others' records are complete."""
+    """Two ranks cannot write their records; one of them reports it, and the others' records are complete."""
     (line,) = (line for line in four.said("full", None).splitlines() if "recording stops" in line)
     assert re.fullmatch(
         r"bpipe: rank [12]: /.*/full/record_0000[12]\.jsonl: No space left on device; recording .*", line
     )
     for rank in (1, 2):
-        # Such a device is endless when it is read.
+        # Reading this device would never end.
         (four.folder / f"full/record_{rank:05d}.jsonl").unlink()
     report = report_of(four.report_folder("full"))
     assert [record.rank for record in report.measured.run.ranks if record.iterations] == [0, 3]

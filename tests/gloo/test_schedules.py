@@ -1,8 +1,8 @@
-"""Training with this project equals stock Megatron's to the last bit, under every schedule that places stages as stock does.
+"""Training equals stock Megatron's to the last bit under every schedule that places stages as stock does.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. Ours runs Megatron's own loops with activations moved, or our
-loop; with dropout and clipping on, unless a schedule computes forwards in another order. Memory that is freed, and that
-is loaded into, is poisoned. Each row is a feature of Megatron's; what was held is what the schedule predicted.
+"Stock" is Megatron's own loop without our patches. Ours is Megatron's loop with activations moved, or our own loop,
+with dropout and clipping unless forwards have another order. Memory that is freed or loaded into is poisoned. Each row
+is a feature of Megatron's; peaks are compared with the schedule's prediction.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OURS = {
     "balanced": f"--bpipe-executor {PEER}",
     "balanced_gloo": f"--bpipe-executor {GLOO}",
     "gpipe": "--bpipe-schedule gpipe",
-    # Backwards in halves, late or at once.
+    # Split backwards, with weight gradients late or at once.
     "zb_h1": H1,
     "zb_h1_balanced": f"{H1} {PEER}",
     "zb_h1_whole": f"{H1} {WHOLE}",
@@ -75,12 +75,12 @@ OURS = {
     "split_later_balanced": f"{SPLIT} --bpipe-delay 2 {GLOO}",
     "grouped": GROUPED,
     "grouped_balanced": f"{GROUPED} {PEER}",
-    # Its order is chosen for a bound.
+    # The group size is chosen for a bound.
     "grouped_chosen_balanced": f"{GROUPED} {PEER} --bpipe-bound 8 --bpipe-group auto",
     "grouped_of_3": f"{GROUPED} --bpipe-group 3",
     "grouped_whole": f"{GROUPED} {WHOLE}",
     "grouped_whole_balanced": f"{GROUPED} {WHOLE} {GLOO}",
-    # Files: a schedule of torch's own, and one that says itself what moves.
+    # Files: torch's own schedule, and one that itself contains transfers.
     "torch": "--bpipe-schedule {schedules}/torch.csv",
     "written_balanced": f"--bpipe-schedule {{schedules}}/moving.csv {PEER}",
 }
@@ -93,7 +93,8 @@ OFFLOADING = (
     "--fine-grained-activation-offloading --offload-modules core_attn attn_proj --min-offloaded-tensor-size 1024"
 )
 
-# Flags of a feature, and which of ours are compared with stock: four stages, eight micro-batches unless a row says so.
+# Flags of a feature, and which of ours are compared with stock: four stages and eight micro-batches unless a row
+# differs.
 ROWS = {
     "m8": (
         "",
@@ -106,7 +107,7 @@ ROWS = {
     "interleaved_m4": (f"{INTERLEAVED} --global-batch-size 8", "megatrons"),
     "interleaved_m16": (f"{INTERLEAVED} --global-batch-size 32", "megatrons"),
     "interleaved_v3": ("--num-layers 12 --num-virtual-stages-per-pipeline-rank 3", "megatrons own"),
-    # Groups of 6 micro-batches where there are 4 stages; 10 micro-batches leave 4 for the last group.
+    # Groups of 6 micro-batches with 4 stages; 10 micro-batches leave 4 for the last group.
     "interleaved_uneven_groups": (f"{INTERLEAVED} {GROUPS} --global-batch-size 20", "megatrons own"),
     "interleaved_large_groups": (f"{INTERLEAVED} {GROUPS} --global-batch-size 24", "megatrons"),
     "interleaved_no_overlap": (f"{INTERLEAVED} --no-overlap-p2p-communication", "megatrons"),
@@ -124,7 +125,7 @@ ROWS = {
     "quiet_predictions_tied": (f"{CHUNKED_QUIET} {FURTHER}", "grouped_balanced"),
     "quiet_layout": (f"{QUIET} --num-layers 9 {LAYOUT} Et|tt|t|t|tt|t|t|L", "grouped_balanced"),
     "llama": (f"{LLAMA} --bf16", "megatrons own balanced zb_h1"),
-    # Some steps overflow, and are skipped.
+    # Some steps overflow and are skipped.
     "fp16": (FP16, "megatrons balanced zb_h1"),
     "evaluation": (f"{EVALUATED} --calculate-per-token-loss", "megatrons own gpipe zb_h1"),
     "evaluation_of_another_size": (
@@ -166,14 +167,14 @@ ROWS = {
     "multi_token_prediction": (FURTHER, "megatrons own zb_h1"),
     "untied_prediction": (f"{FURTHER} {UNTIED}", "zb_h1"),
     "repeated_prediction": (f"{FURTHER} --mtp-use-repeated-layer", "megatrons"),
-    # Gradients of weights are added up inside their matrix product.
+    # Weight gradients are accumulated in their matrix product.
     "fused": ("--stand-in fused", "megatrons own zb_h1"),
     "fused_recomputed": (f"--stand-in fused {FULL}", "zb_h1"),
     "fused_in_groups": (f"--stand-in fused {CHUNKED_QUIET}", "grouped_balanced"),
     "deferred": (DEFERRED, "megatrons own zb_h1"),
     "deferred_in_groups": (f"{DEFERRED} {CHUNKED_QUIET}", "grouped_balanced"),
     "interleaved_deferred": (f"{DEFERRED} {INTERLEAVED} {UNTIED} --wgrad-deferral-limit 3", "megatrons"),
-    # Functions with further parameters, as of a later Megatron.
+    # Functions with additional parameters, as in a later Megatron.
     "later": ("--stand-in later", "megatrons balanced zb_h1"),
     "offloaded": (f"--num-layers 8 {OFFLOADING}", "megatrons"),
     "interleaved_offloaded": (
@@ -219,33 +220,34 @@ EIGHT_ROWS = {
     "interleaved_sequence": (f"{INTERLEAVED} {SEQUENCE}", "megatrons"),
     # Transfers, messages, and reductions and gathers of two replicas are under way at the same time.
     "quiet_overlaps": (f"{CHUNKED_QUIET} {OVERLAPS}", "grouped_balanced"),
-    # Fewer micro-batches than stages, and yet more than the bound.
+    # Fewer micro-batches than stages, but more than the bound.
     "fewer_than_stages": ("--num-layers 8 --pipeline-model-parallel-size 8 --global-batch-size 12", "megatrons"),
     "eight_stages": (EIGHT_STAGES, "own balanced zb_h1"),
     "eight_stages_of_chunks": (f"{EIGHT_STAGES} {CHUNKS}", "own balanced"),
 }
-# What a change breaks first runs always; the long tail only with --slow.
+# Rows that a change breaks first always run; the rest only with --slow.
 ALWAYS = (
     "m8-own m8-balanced m8-zb_h1 m8-split_later_balanced quiet-grouped_balanced quiet-torch interleaved_m8-megatrons "
     "fp16-megatrons full_uniform-zb_h1 batch_that_grows-megatrons later-zb_h1 overlaps-zb_h1"
 ).split()
 
-# Peaks differ from the prediction by so many received inputs at most.
+# The number of received inputs by which peaks may differ from the prediction.
 SLACK = {
-    # Megatron's interleaved loop holds up to two of them longer than their micro-batches, depending on how it overlaps.
+    # Megatron's interleaved loop holds up to two of them longer than their micro-batches, depending on the overlap.
     "interleaved": 2,
-    # The received input goes with the backward, where other runs hold it until the next forward has returned.
+    # The received input is freed with the backward; other runs hold it until the next forward has returned.
     "recomputed_norms": 1,
-    # See test_megatron_keeps_what_experts_were_recomputed_from: two layers, held when the next backward begins.
+    # See test_megatron_keeps_what_experts_were_recomputed_from: the inputs of two layers, until the next backward
+    # begins.
     "recomputed_experts": 2,
     "fully_recomputed_experts": 2,
-    # Of one chunk a layer's token dispatcher keeps, by a graph, the input of its last micro-batch until its next
-    # forward, while the other chunk fills.
+    # In one chunk, a layer's token dispatcher holds the graph of its last micro-batch's input until its next forward,
+    # while the other chunk fills.
     "quiet_experts": 1,
-    # Once, on a busy machine, a peak had one more tensor of the whole sequence: a thread of gloo's let go of it late.
+    # Once, on a busy machine, a gloo thread released a tensor of the whole sequence late.
     "sequence": 1,
 }
-# What Megatron itself offloads is in no prediction, nor what the output layer keeps of all micro-batches.
+# No prediction has what Megatron itself offloads, or what the output layer holds of all micro-batches.
 UNPREDICTED = {"offloaded", "interleaved_offloaded", "deferred", "deferred_in_groups", "interleaved_deferred"}
 
 
@@ -255,7 +257,7 @@ def row_of(feature: str, flags: str, ours: str, common: str, world: int) -> Row:
     name, halves = f"{feature}-{ours}", ours.startswith(("zb_h1", "split"))
     is_measured = feature not in UNPREDICTED and world == 4 and (not halves or feature == "m8" or TWO_STAGES in common)
     report = "" if (feature, ours) == ("full_uniform", "zb_h1") else MEASURED if ours != "megatrons" else REPORT
-    # Ranks of ZB-H1 hold evenly much.
+    # ZB-H1 is already balanced.
     moves = ("balanced" in ours and not ours.startswith("zb_h1")) or (
         ours == "megatrons" and feature != "interleaved_m4"
     )
@@ -326,8 +328,8 @@ def test_between_the_halves_of_a_backward_less_is_held(trained: Trained, row: Ro
 def test_an_order_chosen_for_a_bound_keeps_it(trained: Trained, row: Row) -> None:
     outcome = trained(row)
     peaks = [report["peak_microbatches"] for report in outcome.reports(row.ours.name)]
-    # The last rank is full when it hosts nobody any more, and its buffers stay: the order that takes turns, as fast,
-    # would hold 9 there.
+    # The last rank still has its host buffers when it is full of its own micro-batches; the alternating order, equally
+    # fast, would hold 9 there.
     assert peaks == [8, 8, 8, 8]
 
 
@@ -339,11 +341,11 @@ def test_an_order_chosen_for_a_bound_keeps_it(trained: Trained, row: Row) -> Non
     ],
 )
 def test_megatron_keeps_what_experts_were_recomputed_from(trained: Trained, row: Row, num_inputs: int) -> None:
-    """With recomputed experts a peak lay 30 KiB a layer above the predicted one, and nobody knew why.
+    """Peaks with recomputed experts are above those predicted, by 30 KiB per layer.
 
-    The token dispatcher of a layer keeps the routing probabilities of the last recomputation, their graph its leaf, and
-    that is the input which was saved for it: 32 KiB, until the layer's next forward or recomputation. So they are still
-    there when the next backward begins, where a micro-batch fewer is away, of which 2 KiB a layer could not move.
+    A layer's token dispatcher keeps the routing probabilities of the last recomputation, and their graph keeps the
+    layer's saved input: 32 KiB until the layer's next forward or recomputation. When the next backward begins, one
+    micro-batch less is evicted, of which 2 KiB per layer could not be moved.
     """
     run = read_run(trained(row).report_folder(row.ours.name))
     first_stage = next(rank for rank in run.ranks if rank.place == 0)
@@ -353,7 +355,7 @@ def test_megatron_keeps_what_experts_were_recomputed_from(trained: Trained, row:
 
 @pytest.mark.parametrize("row", parameters([BY_NAME["fp16-megatrons"]]))
 def test_a_skipped_iteration_is_skipped_on_both(trained: Trained, row: Row) -> None:
-    """A loss scale too large for fp16 overflows, and Megatron skips the step; it goes on with a smaller one."""
+    """A loss scale too large for fp16 overflows; Megatron skips the step and continues with a smaller scale."""
     steps = trained(row).record(row.ours.name, 3)["iterations"]
     assert {bool(step["skipped"]) for step in steps} == {True, False}
 
@@ -381,9 +383,9 @@ def test_what_megatron_offloads_stays_its_own(trained: Trained, row: Row) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_distributed_optimizer_resumes(run_cases: Callable[..., Outcome]) -> None:
-    """Upstream's own resume fails without Apex and Transformer Engine, at first loudly and then silently; see repairs.
+    """Upstream's own resume fails without Apex and Transformer Engine, and partly without an error; see repairs.
 
-    Nothing moves between two stages; test_ours_trains_as_stock_does shows that what moves changes nothing here.
+    Nothing moves between two stages; test_ours_trains_as_stock_does covers moving.
     """
     sharded = f"{TWO_STAGES} {BPIPE} --global-batch-size 16 --use-distributed-optimizer --train-iters 4"
     cases = [

@@ -1,8 +1,7 @@
-"""Training in slices of sequences: losses of stock Megatron's to rounding, and the same bits whatever the schedule and
-the balancing.
+"""Training in slices of sequences has stock Megatron's losses to rounding, and the same bits with any schedule.
 
-Weights are not compared with stock's: Adam makes a step of a rounding error where a gradient is nothing else. Dropout
-is off: a slice draws its own numbers.
+Weights are not compared with stock's, because Adam makes a full step of a gradient that is only a rounding error.
+Dropout is off: each slice draws its own numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.gloo.flags import BPIPE, EVALUATED, FULL, LLAMA, QUIET, SEQUENCE, TEN
 
 pytestmark = pytest.mark.timeout(1500)
 
-# Of losses, and of gradient norms, over 3 iterations in 32 bits.
+# Relative tolerances of losses and of gradient norms over 3 iterations in 32 bits.
 LOSS, NORM = 1e-6, 2e-5
 
 CORE = "--recompute-granularity selective --recompute-modules core_attn"
@@ -34,7 +33,7 @@ TWO = "--num-layers 4 --pipeline-model-parallel-size 2"
 SLICES = "--bpipe-slices 4"
 UNEVEN = "--bpipe-slice-lengths 24,18,12,10"
 
-# One row a feature, on 4 ranks: what stock Megatron trains, and then with slices.
+# One row per feature, on 4 ranks: stock Megatron's flags, and below ours with slices.
 MORE = {
     "listed": UNEVEN,
     "equal_work": f"--bpipe-slice-lengths work {BPIPE}",
@@ -48,7 +47,7 @@ ROWS: dict[str, str] = {
     "llama": f"{BATCH} {LLAMA}",
     "evaluated": f"{BATCH} {LLAMA} {CORE} {EVALUATED}",
     "interleaved": f"{BATCH} {LLAMA} {V2}",
-    # Compared with whole micro-batches by the same schedule, whose stages are elsewhere than stock's.
+    # Compared with whole micro-batches under the same schedule, whose stages are placed differently from stock's.
     "v_half": f"{BATCH} {LLAMA} {V2} --bpipe-schedule v-half",
     "listed": f"{BATCH} {LLAMA}",
     "equal_work": f"{BATCH} {LLAMA} {CORE} --seq-length 256 --max-position-embeddings 256",
@@ -65,8 +64,8 @@ ROWS: dict[str, str] = {
     "sequence_parallel": f"{BATCH} {LLAMA} {TWO} {SEQUENCE}",
 }
 
-# Run by --slow, for all rows of a file are started by one worker. What a layer computes in slices is compared in one
-# process (tests/unit/scheduling/check_slices.py).
+# Only with --slow, because one worker starts all rows of a file. tests/unit/scheduling/check_slices.py compares what a
+# layer computes in slices in one process.
 LONG_TAIL = set(
     "v_half uneven sequence_parallel "
     "listed replicas interleaved further_tokens_in_a_v tied_shards shards_of_tensor_parallel_ranks tensor_parallel llama "
@@ -76,15 +75,15 @@ LONG_TAIL = set(
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
-    wanted = {name for (name,) in asked_for(request, "name")} or set(ROWS)
+    selected = {name for (name,) in asked_for(request, "name")} or set(ROWS)
     cases = []
-    for name in (name for name in ROWS if name in wanted):
+    for name in (name for name in ROWS if name in selected):
         cases += [Case(name, ROWS[name]), Case(f"{name}_sliced", f"{ROWS[name]} {SLICES} {MORE.get(name, '')}")]
     return run_cases(4, cases, 1200)
 
 
 def _losses(outcome: Outcome, case: str) -> list[dict[str, float]]:
-    """What the rank that knows said of each iteration."""
+    """Return what the rank with the losses logged of each iteration."""
     ranks = range(len(outcome.codes))
     iterations = [outcome.record(case, rank)["iterations"] for rank in ranks]
     logged = next(record for record in iterations if "lm loss" in record[0])
@@ -92,7 +91,7 @@ def _losses(outcome: Outcome, case: str) -> list[dict[str, float]]:
 
 
 def close(outcome: Outcome, stock: str, sliced: str, loss: float = LOSS, norm: float = NORM) -> None:
-    """Losses and gradient norms of every iteration are equal to rounding."""
+    """Check that losses and gradient norms of every iteration are equal to rounding."""
     pairs = list(zip(_losses(outcome, stock), _losses(outcome, sliced), strict=True))
     assert pairs
     for place, (expected, actual) in enumerate(pairs):
@@ -139,7 +138,7 @@ def test_evaluation_in_slices_finds_the_same_loss(rows: Outcome, name: str) -> N
                 assert abs(float.fromhex(cut[name]) - float.fromhex(value)) <= LOSS * abs(float.fromhex(value))
 
 
-# Groups of cases that must agree in every bit: the first is what the others are compared with.
+# Groups of cases that must agree in every bit; the first case is the reference of its group.
 SAME: dict[str, dict[str, str]] = {
     "one_stage": {
         "1f1b": SLICES,
@@ -167,11 +166,11 @@ SAME: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def alike(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
-    wanted = asked_for(request, "group", "name") or {(group, name) for group, cases in SAME.items() for name in cases}
+    selected = asked_for(request, "group", "name") or {(group, name) for group, cases in SAME.items() for name in cases}
     outcomes = {}
-    for group in (group for group in SAME if any(group == needed for needed, _ in wanted)):
+    for group in (group for group in SAME if any(group == needed for needed, _ in selected)):
         first, *others = SAME[group]
-        names = [first, *(name for name in others if (group, name) in wanted)]
+        names = [first, *(name for name in others if (group, name) in selected)]
         outcomes[group] = run_cases(4, [Case(name, f"{BATCH} {LLAMA} {SAME[group][name]}") for name in names], 900)
     return outcomes
 
@@ -219,8 +218,8 @@ def test_slices_are_switched_on_and_off_between_saving_and_resuming(resumed: Out
 
 
 def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..., Outcome]) -> None:
-    wanted = f"{LLAMA} --num-layers 2 {SLICES} {FURTHER} --mtp-use-repeated-layer"
-    done = run_cases(2, [Case("further", wanted)], 120)
+    flags = f"{LLAMA} --num-layers 2 {SLICES} {FURTHER} --mtp-use-repeated-layer"
+    done = run_cases(2, [Case("further", flags)], 120)
     assert 0 not in done.codes
     message = "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token; drop --mtp-use-repeated"
     assert f"--bpipe-slices 4: {message}" in "".join(done.logs)
@@ -228,7 +227,7 @@ def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..
 
 @pytest.fixture(scope="module")
 def of_upstream(run_cases: Callable[..., Outcome]) -> Outcome:
-    """By a script that gives Megatron what Megatron-LM's own does, and has never heard of slices."""
+    """Train by a script that calls Megatron as Megatron-LM's own does, and does not know of slices."""
     common = f"--named {BATCH} --num-layers 4 --script upstream_script.py"
     return run_cases(4, [Case("stock", common), Case("sliced", f"{common} {SLICES} {BPIPE}")], 300)
 
@@ -237,8 +236,8 @@ def test_a_script_that_never_heard_of_slices_trains_in_them(of_upstream: Outcome
     close(of_upstream, "stock", "sliced")
 
 
-# Eight layers, whose weights are drawn by name. No gradient is scaled: that would be by a norm, whose sum over ranks
-# is rounded otherwise than one rank's.
+# Eight layers with weights drawn by name. Gradients are not clipped, because the norm's sum over ranks is rounded
+# differently from one rank's.
 ALIKE = f"--named {BATCH} {LLAMA} --train-iters 5 --num-layers 8 --clip-grad 1000"
 ON_ONE_RANK: dict[str, str] = {
     "whole": "",
@@ -262,10 +261,10 @@ def on_one_rank(run_cases: Callable[..., Outcome]) -> Outcome:
 
 @pytest.fixture(scope="module")
 def on_several(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[int, Outcome]:
-    wanted = asked_for(request, "ranks", "name")
+    selected = asked_for(request, "ranks", "name")
     done = {}
-    for ranks in sorted({ranks for ranks, _ in wanted}):
-        names = [name for name in ON_SEVERAL if (ranks, name) in wanted]
+    for ranks in sorted({ranks for ranks, _ in selected}):
+        names = [name for name in ON_SEVERAL if (ranks, name) in selected]
         cases = [Case(name, f"{ALIKE} {ON_SEVERAL[name][1]}") for name in names]
         done[ranks] = run_cases(ranks, cases, 1200)
     return done
@@ -293,7 +292,7 @@ SEVERAL_ALWAYS = {(4, "uneven_balanced")}
 def test_several_ranks_agree_with_one_in_every_bit(
     on_one_rank: Outcome, on_several: dict[int, Outcome], ranks: int, name: str
 ) -> None:
-    """Losses of 5 iterations, and every weight behind them."""
+    """Compare the losses of 5 iterations, and every weight after them."""
     alone, done = ON_SEVERAL[name][0], on_several[ranks]
     expected = on_one_rank.record(alone, 0)
     weights: dict[str, str] = {}

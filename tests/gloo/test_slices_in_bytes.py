@@ -1,5 +1,4 @@
-"""What ranks hold that train in slices: the bytes that are predicted, in their own memory and in others', and within a
-budget."""
+"""Ranks that train in slices hold the predicted bytes in their own and in hosts' memory, and keep a budget."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.support.smallest import smallest_bytes
 
 pytestmark = pytest.mark.timeout(1500)
 
-# With attention computed again all slices save as much, and none keeps scores; else later ones save more.
+# With recomputed attention, all slices save the same and none keeps scores; otherwise later slices save more.
 PEAKS: dict[str, str] = {
     "whole": f"{CORE} --bpipe-executor",
     "2": f"{CORE} --bpipe-slices 2",
@@ -42,26 +41,26 @@ PEAKS: dict[str, str] = {
     "4_scores_balanced": f"{SLICES} {BPIPE}",
 }
 MEASURED = f"{REPORT} --bpipe-min-bytes 1"
-# 64 tokens of 2 sequences in 2 groups of 16 channels, keys and values of one layer, in 4 bytes.
+# 64 tokens of 2 sequences in 2 groups of 16 channels: keys and values of one layer in 4 bytes.
 KEYS_BYTES = 64 * 2 * 2 * 16 * 2 * 4
 
 
-# Slices that the first of p = 4 ranks holds: p + k - 1 of k a micro-batch, and balanced still fewer.
+# Slices that the first of p = 4 ranks holds: p + k - 1 slices of 1 / k, and fewer if balanced.
 PROMISED = {"whole": 4, "2": 5, "4": 7, "4_balanced": 6, "4_host": 3}
 
 
 @pytest.fixture(scope="module")
 def peaks(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
-    wanted = {*PROMISED, *(name for (name,) in asked_for(request, "name"))}
-    cases = [Case(name, f"{BATCH} {LLAMA} {more} {MEASURED}") for name, more in PEAKS.items() if name in wanted]
+    selected = {*PROMISED, *(name for (name,) in asked_for(request, "name"))}
+    cases = [Case(name, f"{BATCH} {LLAMA} {more} {MEASURED}") for name, more in PEAKS.items() if name in selected]
     return run_cases(4, cases, 900)
 
 
 @pytest.mark.parametrize("name", slow_but(PROMISED, PEAKS))
 def test_peaks_are_what_the_schedule_says_in_bytes(peaks: Outcome, name: str) -> None:
-    """Micro-batches, bytes of activations, and bytes of kept keys with their gradients.
+    """Check micro-batches, activation bytes, and the bytes of kept keys with their gradients.
 
-    Once the last was an over-estimate by up to a third where slices differ: each was taken for the largest.
+    The latter were once over-estimated by up to a third, because every slice was taken for the largest.
     """
     for report in peaks.reports(name):
         rank = report["rank"]
@@ -72,8 +71,8 @@ def test_peaks_are_what_the_schedule_says_in_bytes(peaks: Outcome, name: str) ->
             assert "keys_bytes" not in report
             continue
         assert report["keys_bytes"] == report["predicted_keys_bytes"], f"rank {rank}"
-        # Slices of 2 or 3 micro-batches are under way at once, with 4 slices, and of up to 4 with 2; and of one there
-        # are gradients. The last rank has three layers where it predicts further tokens.
+        # Slices of 2 or 3 micro-batches are in flight at once with 4 slices, and of up to 4 with 2; one has gradients.
+        # The last rank has three layers if it predicts further tokens.
         layers = 3 if name == "4_further" and rank == 3 else 1
         under_way, left = divmod(report["keys_bytes"], layers * KEYS_BYTES)
         assert left == 0
@@ -81,8 +80,7 @@ def test_peaks_are_what_the_schedule_says_in_bytes(peaks: Outcome, name: str) ->
 
 
 def test_host_memory_takes_what_the_schedule_says_in_bytes(peaks: Outcome) -> None:
-    """So many host buffers as slices are away at once, each of what leaves with one: every storage of it takes whole
-    ALIGNMENT_BYTES."""
+    """One host buffer per slice that is evicted at the same time, with every storage rounded up to ALIGNMENT_BYTES."""
     schedule = build(ScheduleConfig("1f1b", 4, 4, balance=BalanceConfig((3,), hosts="host"), slices=4))
     ranks = read_run(peaks.report_folder("4_host")).ranks
     assert [rank.place for rank in ranks] == [0, 1, 2, 3]
@@ -102,8 +100,8 @@ def test_slices_hold_as_little_as_is_promised(peaks: Outcome) -> None:
     assert first["4_host"]["peak_bytes"] < first["4_balanced"]["peak_bytes"] < first["4"]["peak_bytes"]
 
 
-# What is saved depends on: groups of heads, attention computed again, uneven slices, halves, chunks, precision, and how
-# many ranks divide a layer.
+# What is saved depends on head groups, recomputed attention, uneven slices, split backwards, chunks, precision, and the
+# number of ranks that share a layer.
 BYTES: dict[str, str] = {
     "bytes_gpt": f"{BATCH} {SLICES}",
     "bytes_llama": f"{BATCH} {LLAMA} {SLICES}",
@@ -119,18 +117,18 @@ BYTES: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def peaks_of_slices(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
-    wanted = {name for (name,) in asked_for(request, "name")} or set(BYTES)
-    cases = [Case(name, f"{flags} {MEASURED}") for name, flags in BYTES.items() if name in wanted]
+    selected = {name for (name,) in asked_for(request, "name")} or set(BYTES)
+    cases = [Case(name, f"{flags} {MEASURED}") for name, flags in BYTES.items() if name in selected]
     return run_cases(4, cases, 900)
 
 
 @pytest.mark.parametrize("name", slow_but({"bytes_gpt", "bytes_listed"}, BYTES))
 def test_bytes_are_as_predicted(peaks_of_slices: Outcome, name: str) -> None:
-    """By `bpipe simulate`, before anything was measured: activations, and kept keys with their gradients."""
+    """`bpipe simulate` predicts activations, and kept keys with their gradients, before anything was measured."""
     setup = setup_of(BYTES[name])
     memory, orders = memory_of_setup(setup), list(orders_of(setup.program()))
     nothing = tuple(StageMemory(0, 0, 0) for _ in memory.stages)
-    # The first of the ranks that divide a stage: others save no masks of tokens that are theirs.
+    # The first rank of each stage: the others save no masks.
     reports = {report["stage"]: report for report in reversed(peaks_of_slices.reports(name))}
     assert len(reports) == setup.pipeline
     for rank, order in enumerate(orders):
@@ -138,10 +136,10 @@ def test_bytes_are_as_predicted(peaks_of_slices: Outcome, name: str) -> None:
         assert reports[rank]["keys_bytes"] == peak_of_order(order, replace(memory, stages=nothing)), f"rank {rank}"
 
 
-# Within a budget in bytes: planned by prediction, or learned from the first iteration.
+# Within a budget in bytes, planned by prediction or learned from the first iteration.
 WITHIN: dict[str, str] = {
     "even": f"{BATCH} {LLAMA} {CORE} {SLICES}",
-    # Host buffers of a pair have a reserve and the size of the largest slice: on 4 ranks nothing is gained by that.
+    # On 4 ranks, a pair gains nothing: its host buffers have a reserve and the size of the largest slice.
     "listed": f"{BATCH} {LLAMA} {CORE} {SLICES} --bpipe-slice-lengths 24,18,12,10 --bpipe-hosts host",
     "scores": f"{BATCH} {SLICES}",
     "chunks": f"{BATCH} {LLAMA} {V2} {CORE} {SLICES} --bpipe-schedule grouped-interleaved",
@@ -149,8 +147,8 @@ WITHIN: dict[str, str] = {
 
 
 def _devices(name: str, learns: bool) -> Devices:
-    """What the trainer predicts, with budgets that nothing exceeds; or, but for rounding, what a CPU then measures,
-    where nobody counts what comes and goes."""
+    """Return the trainer's prediction without budgets; if it learns, without temporary memory, which a CPU does not
+    measure."""
     devices = devices_of(WITHIN[name])
     if not learns:
         return devices
@@ -159,7 +157,7 @@ def _devices(name: str, learns: bool) -> Devices:
 
 
 def _budget(name: str, learns: bool) -> str:
-    """In GiB: a third of the way from the smallest to what nothing has to leave for."""
+    """Return a budget in GiB, a third of the way from the smallest to one that needs no eviction."""
     devices = _devices(name, learns)
     least, largest = smallest_bytes(devices), max(devices.need_bytes(devices.schedule))
     return budget_text([least + (largest - least) // 3])
@@ -170,8 +168,8 @@ def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) 
     outcomes = {}
     for name in {name for (name, *_) in asked_for(request, "name", "learns")} or set(WITHIN):
         cases = [Case("plain", f"{WITHIN[name].replace('--bpipe-hosts host', '')} {REPORT}")]
-        for case, asked in (("planned", _budget(name, False)), ("learned", f"auto:{_budget(name, True)}")):
-            cases.append(Case(case, f"{WITHIN[name]} {BPIPE} --bpipe-memory {asked} {REPORT}"))
+        for case, memory in (("planned", _budget(name, False)), ("learned", f"auto:{_budget(name, True)}")):
+            cases.append(Case(case, f"{WITHIN[name]} {BPIPE} --bpipe-memory {memory} {REPORT}"))
         outcomes[name] = run_cases(4, cases, 600)
     return outcomes
 
@@ -188,7 +186,7 @@ def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome
     plain, balanced = outcome.reports("plain"), outcome.reports(case)
     assert any(own["peak_bytes"] + own["keys_bytes"] > room[rank] for rank, own in enumerate(plain))
     assert sum(report["evictions"] for report in balanced) > 0
-    # What was measured by the rule, of what runs from the second iteration on: all of it, keys included, has room.
+    # From the second iteration on, everything fits, keys included.
     fitted = within(devices)
     memory = replace(fitted.memory, kept=())
     for rank, report in enumerate(balanced):
@@ -197,5 +195,5 @@ def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome
         assert report["peak_bytes"] <= room[rank]
         planned = sum(allocated_bytes(fitted.schedule, rank, memory))
         if not learns:
-            # Buffers of slices that differ are as large as those that left.
+            # Buffers of differing slices are as large as those that were evicted.
             assert report["peak_bytes"] == planned or (memory.reserved and report["peak_bytes"] < planned)

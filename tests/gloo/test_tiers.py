@@ -1,8 +1,7 @@
-"""A node's own memory in the unmodified trainer, alone and after other devices: no bit changes, and devices hold what was
-predicted.
+"""A node's own memory in the unmodified trainer, alone and after other devices: no bit changes, peaks are as predicted.
 
-Bounds are those that no pair keeps. Memory that is freed, and that is loaded into, is poisoned, so what came back too late
-or to the wrong place would show.
+No pair can keep these bounds. Memory that is freed or loaded into is poisoned, so data that returns late or to the
+wrong place would show.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.timeout(2460)
 Trained = Callable[[Row], Outcome]
 
 HOST, ALL = "--bpipe-hosts host", "--bpipe-hosts all"
-# Stock's flags, and by name those of ours.
+# Stock's flags, and ours by name.
 ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "even": (
         "",
@@ -45,7 +44,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
             "interleaved_all": f"{ALL} --bpipe-bound 6 --bpipe-transport peer",
         },
     ),
-    # Weights have names here: stages are elsewhere than stock's.
+    # Weights are compared by name, because stages are placed differently from stock's.
     "v": (
         f"{NAMED} {FOUR}",
         {
@@ -70,7 +69,7 @@ def row_of(stock: str, flags: str, name: str, ours: str) -> Row:
         Case(name, f"{common} {ours} {BPIPE} {REPORT}"),
         slow=name != "host",
         moves=None if name == "differing" else True,
-        # There the loop keeps an input more or less at times that nothing predicts.
+        # With chunks, Megatron's loop holds an input more or less at times that nothing predicts.
         slack_bytes=2 * INPUT_BYTES if stock == "chunks" else 0,
     )
 

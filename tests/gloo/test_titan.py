@@ -1,7 +1,7 @@
-"""torchtitan's own trainer, its own debug model on its defaults, with a balanced pipeline: every bit is that without.
+"""torchtitan's own trainer with its debug model: a balanced pipeline has every bit of an unbalanced one.
 
-Needs torchtitan 0.3.0, which brings dependencies that no other test has: installed beside torch, or in another
-environment whose interpreter TORCHTITAN_PYTHON names.
+Needs torchtitan 0.3.0 with its dependencies, installed next to torch or in another environment whose interpreter is
+TORCHTITAN_PYTHON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "4", "--parallelism.pipeli
 LOOPED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
 SHARDED = (*LOOPED, "--parallelism.data_parallel_shard_degree", "2")
 SPLIT = (*LOOPED, "--parallelism.tensor_parallel_degree", "2")
-# By name: flags, what is recomputed, where activations go, and the least share that moves.
+# By name: flags, what is recomputed, the hosts of activations, and the least share that must move.
 TRAINED = {
     "PP 4": (PIPELINE, "selective", "pair", 0.9),
     "PP 4, nothing recomputed": (PIPELINE, "none", "pair", 0.9),
@@ -83,7 +83,7 @@ class Titan:
     def train(
         self, name: str, *arguments: str, steps: int = 4, world: int = 4, recomputed: str = "selective"
     ) -> list[dict[str, Any]]:
-        """Return what every rank wrote."""
+        """Train, and return what every rank wrote."""
         environment = {**self.env(), "WORLD_SIZE": str(world), "MASTER_PORT": str(free_ports(1)[0])}
         if recomputed != "selective":
             environment[RECOMPUTED] = recomputed
@@ -108,7 +108,7 @@ class Titan:
             codes = [process.wait(max(1.0, begin + 400 - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
             for process in processes:
-                # Python says where it is.
+                # Python then prints its stack.
                 process.send_signal(signal.SIGABRT)
             codes = [process.wait(20) for process in processes]
         finally:
@@ -150,7 +150,7 @@ def test_a_training_of_torchtitans_goes_on_balanced(titan: Titan) -> None:
 
 
 def test_torchtitan_reads_what_bpipe_schedule_writes(titan: Titan, capsys: pytest.CaptureFixture[str]) -> None:
-    """This run has none of our code."""
+    """Train by torchtitan's own trainer, without our code."""
     command = "schedule --schedule interleaved-1f1b --pp 2 --vp 2 --microbatches 8 --format csv"
     assert main(command.split()) == 0
     path = titan.folder / "schedule.csv"

@@ -1,7 +1,7 @@
-"""Balanced training equals stock Megatron's to the last bit, on real processes, and holds what the schedule predicted.
+"""Balanced training equals stock Megatron's to the last bit, on real processes, and holds what the schedule predicts.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. The balanced runs poison what they free and what they load
-into, so a missing byte or wait would change a loss.
+Stock is Megatron without our patches. The balanced runs poison memory that they free or load into, so a missing byte or
+wait would change a loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FOUR_STAGES = {
             "gloo": "--bpipe-transport gloo",
             "peer": "--bpipe-transport peer --bpipe-report-iterations 2-3",
             "host": "--bpipe-transport host",
-            # Only rank 1 holds more than it may.
+            # Only rank 1 exceeds its bound.
             "bounds": "--bpipe-transport gloo --bpipe-bound 4,2,4,1",
             "gloo_synchronous": "--bpipe-transport gloo --bpipe-sync-transfers",
             "peer_synchronous": "--bpipe-transport peer --bpipe-sync-transfers",
@@ -48,9 +48,9 @@ FOUR_STAGES = {
     "m8_measured": f"{EIGHT} {MEASURED}",
     "m4": "--global-batch-size 8",
     "m4_balanced": f"--global-batch-size 8 {BPIPE} {REPORT}",
-    # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
+    # The norm saves a 32-bit copy of the stage's input, not the 16-bit input itself.
     "bf16_measured": f"--normalization RMSNorm --bf16 {EIGHT} {BPIPE} {REPORT}",
-    # As few micro-batches as the bound: nothing has to move.
+    # As many micro-batches as the bound: nothing has to move.
     "m3": "--global-batch-size 6",
     "m3_balanced": f"--global-batch-size 6 {BPIPE}",
     "saved_stock": f"{SAVED} {{folder}}/s",
@@ -60,7 +60,7 @@ FOUR_STAGES = {
 }
 
 
-# What only tests marked slow look at.
+# Cases that only slow tests use.
 ONLY_SLOW = ("m4", "m4_balanced", "m8_peer_synchronous", "m8_peer_small", "m8_host_small", "balanced_from_stock")
 
 
@@ -109,7 +109,7 @@ def test_the_report_knows_whether_transfers_were_waited_for(four: Outcome, case:
         ("m8_balanced", [3, 3, 2, 3], [3, 0, 0, 0]),
         ("m8_gloo", [3, 3, 2, 3], [3, 0, 0, 0]),
         ("m8_peer", [3, 3, 2, 3], [3, 0, 0, 0]),
-        # The acceptor is not asked for memory.
+        # With this transport, the acceptor's memory is not used.
         ("m8_host", [3, 3, 2, 1], [3, 0, 0, 0]),
         ("m8_bounds", [4, 2, 4, 1], [0, 6, 0, 0]),
         slowly("m4_balanced", [3, 3, 2, 3], [1, 0, 0, 0]),
@@ -129,8 +129,7 @@ def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[
 
 @pytest.mark.parametrize(("case", "iterations"), [("m8_gloo", [3]), ("m8_peer", [2, 3]), ("m8_measured", [3])])
 def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, iterations: list[int]) -> None:
-    """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees
-    nothing of it."""
+    """A rank's rows are its program, computations in order; one-sided copies are only in the evictor's rows."""
     folder = Path(four.report_folder(case))
     firsts = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("[rm]*_0000*.jsonl")]
     whole = [json.loads(path.read_text()) for path in folder.glob("r*.json")]
@@ -157,7 +156,7 @@ def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, 
 
 
 def test_evicted_bytes_are_really_freed(four: Outcome) -> None:
-    """Stage 0 holds three micro-batches instead of four, and little of the fourth: what is too small to move."""
+    """Stage 0 holds three micro-batches instead of four, and of the fourth only what is too small to move."""
     plain, balanced = four.reports("m8_measured")[0], four.reports("m8_balanced")[0]
     a_microbatch = plain["peak_bytes"] / 4
     assert plain["peak_bytes"] - balanced["peak_bytes"] > 0.97 * a_microbatch
@@ -171,7 +170,7 @@ def test_where_nothing_moves_one_line_says_so(four: Outcome) -> None:
 
 
 def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) -> None:
-    """The middle stages move nothing of their own, so they have nothing to say."""
+    """The middle stages evict nothing, so they print nothing."""
     printed = four.said("m8_gloo", None)
     (line,) = re.findall(r"^bpipe: stage \d moves [01]\.\d\d of what a forward keeps .*", printed, re.MULTILINE)
     fraction = float(line.split()[4])
@@ -188,10 +187,7 @@ def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) ->
 
 @pytest.mark.parametrize("transport", ["gloo", slowly("peer"), slowly("host")])
 def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport: str) -> None:
-    """It ended with an error.
-
-    Now both ends of a pair know that nothing comes, and the reports say that nothing left.
-    """
+    """Both ends of a pair know that nothing is sent, and the reports say so; this once ended with an error."""
     case = f"m8_{transport}_small"
     same(four, "m8", case, 4)
     printed = four.said(f"{case}", None)
@@ -222,11 +218,9 @@ def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resu
 
 
 def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
-    """With NCCL's first batch of messages, for which all ranks of a pipeline wait, no run with 8 stages came through
-    its first iteration.
+    """All ranks wait for NCCL's first batch of messages in a group, so runs with 8 stages deadlocked in iteration 1.
 
-    Rank 6 first waited for what rank 1 tells when it has run, which waited for rank 0's message, which waited there for
-    rank 6.
+    Rank 6 waited for rank 1's first message, which waited for rank 0's, and rank 0 waited for rank 6.
     """
     outcome = run_cases(
         8,

@@ -1,4 +1,4 @@
-"""Transports between real processes, without Megatron, for a long time."""
+"""Long runs of the transports between real processes, without Megatron."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ import pytest
 from tests.gloo.conftest import ROOT
 from tests.gloo.soak import ITERATIONS_A_TURN, PROGRAMS, TURNS, Scenario
 
-# Allocators keep pools, and copies come from random thread arenas. Keeping one micro-batch per iteration would be more.
+# Allocators keep pools, and copies come from random thread arenas. A leak of one micro-batch per iteration exceeds
+# this.
 RESIDENT_TOLERANCE_BYTES = 24 << 20
 EVICTOR = 0
-# Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost
-# must be gone.
+# Groups per rank after links were chosen: the world, and per pair one for messages and one per direction. Groups of the
+# transports that were not chosen must be gone.
 GROUPS = {None: 1, "peer": 2, "gloo": 4}
 # Stages 0 and 1 share stage 3, which hosts for both of them.
 SHARED = (3, 2, 2, 6)
@@ -39,7 +40,7 @@ class Outcome:
 
 
 def run(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
-    """Run the scenarios one after another, in processes of their own."""
+    """Run the scenarios one after another, each in its own processes."""
     (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
     command = [sys.executable, "-m", "tests.gloo.soak", str(folder / "scenarios.json"), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -63,17 +64,17 @@ def run(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
 def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
     assert outcome.codes == [0] * outcome.scenario.ranks, "\n".join(log[-2000:] for log in outcome.logs)
     for rank, record in enumerate(outcome.records):
-        where = f"{outcome.scenario.name}, rank {rank}"
-        assert record["different"] == [], f"{where}: gradients differ"
-        assert record["outlived"] == 0, f"{where}: activations outlived their iteration"
+        prefix = f"{outcome.scenario.name}, rank {rank}"
+        assert record["different"] == [], f"{prefix}: gradients differ"
+        assert record["outlived"] == 0, f"{prefix}: activations outlived their iteration"
         assert record["microbatches"] >= TURNS * ITERATIONS_A_TURN * sum(m for m, _ in PROGRAMS)
         # The first turns connect and fill pools.
         turns = len(record["descriptors"]) // 3
-        assert len(set(record["descriptors"][turns - 1 :])) == 1, f"{where}: open files {record['descriptors']}"
-        assert len(set(record["threads"])) == 1, f"{where}: threads {record['threads']}"
+        assert len(set(record["descriptors"][turns - 1 :])) == 1, f"{prefix}: open files {record['descriptors']}"
+        assert len(set(record["threads"])) == 1, f"{prefix}: threads {record['threads']}"
         early, late = record["resident_bytes"][turns - 1 : 2 * turns], record["resident_bytes"][-turns:]
         growth = statistics.median(late) - statistics.median(early)
-        assert growth < RESIDENT_TOLERANCE_BYTES, f"{where}: {growth / 2**20:.1f} MiB more resident at the end"
+        assert growth < RESIDENT_TOLERANCE_BYTES, f"{prefix}: {growth / 2**20:.1f} MiB more resident at the end"
     assert outcome.records[EVICTOR]["transfers"] > 0
 
 
@@ -88,13 +89,13 @@ def test_a_short_soak(tmp_path: Path) -> None:
             assert record["groups"] == GROUPS[record["transport"]], f"{outcome.scenario.name}: {record}"
 
 
-# Six stages have two pairs, and host buffers that are filled again while what left them is on its way.
+# Six stages have two pairs, and a host buffer is refilled while its previous contents are still being sent.
 POOL = (4, 4, 3, 3, 5, 8)
 LONG: dict[str, dict[str, Any]] = {
     "pairs": {"ranks": 6, "seconds": 60.0},
-    # Three stages share one host, and each of them has a partner of its own in another program.
+    # Three stages share one host, and each has a partner of its own in another program.
     "pool": {"ranks": 6, "seconds": 0.0, "microbatches": 3000, "bounds": POOL},
-    # The largest micro-batches grow: some stay at home, and host buffers grow and are given back.
+    # The largest micro-batches grow: some are not evicted, and host buffers are reallocated.
     "differing pool": {"ranks": 6, "seconds": 50.0, "microbatches": 1000, "bounds": POOL, "differing": True},
 }
 

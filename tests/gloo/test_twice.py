@@ -1,5 +1,4 @@
-"""Several trainings in one process without Megatron: each releases its resources, and none waits for a rank that has
-left."""
+"""Several trainings in one process without Megatron: each releases its resources, and none waits for a missing rank."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_training_has_torchs_bits_and_leaves_nothing(results: list[dict[str, Any]]) -> None:
-    """Two threads, three groups and a piece of shared memory of each training were left."""
+    """Each training left two threads, three groups and a piece of shared memory."""
     for rank in results:
         assert [training["same"] for training in rank["trainings"]] == [True] * len(twice.TRANSPORTS)
         assert [training["left"] for training in rank["trainings"]] == [NOTHING] * len(twice.TRANSPORTS)

@@ -1,10 +1,8 @@
-"""A script that chooses ranks with embeddings, and asks Megatron for the stage, as Megatron-LM's own pretrain_gpt.py
-does, trains by schedules that place stages otherwise.
+"""A script that chooses ranks with embeddings, as Megatron-LM's own does, trains by schedules with other placements.
 
-They train from a checkpoint of stock Megatron, by the same script, with stock's losses and weights to the last bit. In a
-V, and with two pipes, the first and the last stage are on one rank. The script's choice names two ranks, so every such
-schedule was refused under upstream's script. Then its last stage got tokens and no labels, because the script asks
-without a stage whether it is the first, and failed in iteration 1.
+It continues a checkpoint of stock Megatron with stock's losses and weights to the last bit. On a V and with two pipes,
+the first and last stages are on one rank, but the script's choice names two ranks, and it asks whether it is the first
+stage without naming a chunk. Such schedules were refused, and later their last stage got tokens without labels.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from tests.gloo.flags import BPIPE, CHUNKS, FOUR, TINY, TWO, UNTIED, batch
 from tests.gloo.test_placed import NAMED
 from tests.support.torch_schedules import as_csv, torch_schedule
 
-# The stand-in, or a checkout's own pretrain_gpt.py (scripts/test_upstream.sh).
+# A script that stands in for upstream's, or a checkout's own pretrain_gpt.py (scripts/test_upstream.sh).
 COMMON = f"{NAMED} {batch(8)} --script {os.environ.get('UPSTREAM_SCRIPT', 'upstream_script.py')}"
-# Untied: stock cannot save the tied weight of a pipeline's last stage that predicts further tokens.
+# Untied: stock cannot save the tied weight if the last stage predicts further tokens.
 AHEAD = f"{UNTIED} --mtp-num-layers 1 --position-embedding-type rope"
 MODELS = {"tied": "", "untied": UNTIED, "ahead": AHEAD}
 GROUPED = f"--bpipe-schedule grouped-interleaved {CHUNKS}"
-# By what is trained: the model, flags of ours, and the ranks of the stock pipeline that it is compared with. Two pipes are
-# to Megatron two replicas of half as many ranks, and its sums have the order of those.
+# By name: the model, our flags, and the ranks of the stock pipeline. To Megatron, two pipes are two replicas of half as
+# many ranks, and its sums have their order.
 RUNS: dict[str, tuple[str, str, str]] = {
-    # Stock runs twice: if the script is not reproducible with another Megatron, nothing can equal it.
+    # Stock runs twice: if the script is not reproducible with another Megatron, no comparison can succeed.
     "stock": ("tied", "", FOUR),
     "v-half": ("tied", "--bpipe-schedule v-half", FOUR),
     "zb-v_of_torch": ("tied", "--bpipe-schedule {schedules}/zb_v.csv", FOUR),
-    # It takes two chunks, which no flag says.
+    # The schedule has two chunks without a flag.
     "bitpipe": ("tied", "--bpipe-schedule bitpipe", TWO),
     "grouped": ("tied", GROUPED, FOUR),
     "grouped_balanced": ("tied", f"{GROUPED} {BPIPE}", FOUR),
@@ -46,7 +44,7 @@ ALWAYS = ("stock", "v-half")
 
 
 def row_of(name: str, model: str, ours: str, stock: str) -> Row:
-    """The first case saves what the others load."""
+    """Return a row whose first case saves the checkpoint that the others load."""
     common, begun = f"{COMMON} {MODELS[model]}", f"begun_{model}"
     resumed = f"--load {{folder}}/{begun} --train-iters 3 --override-opt-param-scheduler"
     save = Case(begun, f"{common} {FOUR} --train-iters 1 --save {{folder}}/{begun} --save-interval 1")
@@ -75,7 +73,7 @@ def test_upstreams_script_trains_as_stock_does_from_stocks_checkpoint(
 
 @pytest.mark.timeout(120)
 def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> None:
-    """The refusal is printed once, names the difference, and all ranks end with the same status."""
+    """The refusal names the difference once, and all ranks end with the same status."""
     upstreams = (ROOT / "tests/gloo/upstream_script.py").read_text()
     argument = "get_embedding_ranks=ranks_with_embeddings"
     assert upstreams.count(argument) == 1

@@ -1,5 +1,5 @@
-"""`bpipe check-launch` predicts what happens to a launch: launches, about half of them impossible, are checked and then
-started on real ranks, where those that start train an iteration."""
+"""`bpipe check-launch` predicts whether launches start. About half are impossible; each is then started on real
+ranks and trains an iteration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.config.launch.test_validation import judgements_of
 
 BASE = f"{' '.join(ARGUMENTS)} {TINY} --train-iters 1 --num-layers 4 --pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
-# Drawn once of 200 changes of BASE, up to two at a time: the number of ranks, and the flags behind BASE.
+# Drawn from 200 changes of BASE, up to two at a time: the number of ranks, and flags after those of BASE.
 LAUNCHES = f"""
 2 --hidden-size 66
 4 --recompute-granularity selective --recompute-modules moe {EXPERTS} --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0
@@ -81,7 +81,7 @@ LAUNCHES = f"""
 4 --apply-query-key-layer-scaling
 2 --num-query-groups 2
 """
-# Megatron refuses these without a reason, or fails in an iteration.
+# Megatron refuses these without a reason, or fails during an iteration.
 OUR_WORDS = (
     "layers together",
     "must be at most num_experts",
@@ -100,9 +100,9 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launches = [line.split(" ", 1) for line in LAUNCHES.strip().splitlines()]
-    asked = [(f"{BASE} {flags}".split(), (1, int(world))) for world, flags in launches]
+    queries = [(f"{BASE} {flags}".split(), (1, int(world))) for world, flags in launches]
     wrong, verdicts = [], []
-    for number, ((words, (_, world)), answer) in enumerate(zip(asked, judgements_of(asked), strict=True)):
+    for number, ((words, (_, world)), answer) in enumerate(zip(queries, judgements_of(queries), strict=True)):
         folder, judgement = (
             tmp_path / str(number),
             validation.Judgement("", answer["megatron"], tuple(answer["trainer"])),
@@ -119,9 +119,10 @@ def test_a_launch_starts_if_and_only_if_it_is_not_refused(
             wrong.append(f"{world} ranks, {words}: {outcome.codes}: {logs[-600:]}\n{verdict}")
         elif judgement.refused is not None:
             reason = judgement.refused.partition(" (--")[0]
-            # As words: a set has another order in each process. The trainer may end it before Megatron does.
+            # Compare words, because the order of a set differs between processes. The trainer may end before Megatron's
+            # check.
             lacks = {*words_in(reason)} - {*words_in(logs)}
             if lacks and "bpipe: error" not in logs and not any(own in reason for own in OUR_WORDS):
                 wrong.append(f"{world} ranks, {words}: not in these words: {reason}: {logs[-600:]}")
     assert not wrong, "\n\n".join(wrong)
-    assert 0.4 * len(asked) < sum(verdicts) < 0.6 * len(asked)
+    assert 0.4 * len(queries) < sum(verdicts) < 0.6 * len(queries)

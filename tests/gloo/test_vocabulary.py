@@ -1,7 +1,7 @@
-"""The output layer in shards, and the embedding, train what stock Megatron trains, but for the order of additions.
+"""The output layer and the embedding in shards train what stock Megatron trains, up to the order of sums.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. Weights are equal to the bit at the start, and so is everything
-that balancing alone changes. The weights of the vocabulary's layers are compared in one piece.
+Stock is Megatron without our patches. Initial weights are equal to the bit, and balancing alone changes no bit. The
+weights of the vocabulary's layers are compared in one piece.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OURS = {
     "balanced": f"{SHARDS} 1 {PEER}",
     "two_balanced": f"{SHARDS} 2 {PEER}",
     "zb_h1": f"{SHARDS} 1 --bpipe-schedule zb-h1",
-    # The embedding in shards, too, and backwards in halves.
+    # With the embedding in shards, and with split backwards.
     "input": f"{INPUT} 1",
     "input_two": f"{INPUT} 2",
     "input_interlaced": f"{INPUT} interlaced",
@@ -70,8 +70,7 @@ OURS = {
 
 
 class Tolerance(NamedTuple):
-    """Relative: of the first loss, later ones, the first gradient norm, each tensor's gradient (its L2 norm), the
-    whole gradient."""
+    """Relative tolerances: first loss, later losses, first gradient norm, each gradient (L2), the whole gradient."""
 
     loss: float
     later: float
@@ -81,13 +80,14 @@ class Tolerance(NamedTuple):
 
 
 FP32 = Tolerance(2.5e-7, 1e-6, 1e-6, 3e-6, 3e-6)
-# A rank of the distributed optimizer has the sum of a part of its gradients only, and another part than stock's.
+# A rank of the distributed optimizer has sums of only a part of its gradients, and not of stock's part.
 PARTS = FP32._replace(gradient=math.inf, whole=math.inf)
 HALF = Tolerance(1e-6, 1e-3, 1e-3, 3e-2, 1e-2)
 
 SCALED = "--fp16 --initial-loss-scale 65536"
 INPUTS = "input input_two input_interlaced input_balanced input_zb_h1 input_split_balanced"
-# Flags of a feature, and which of ours are compared with stock: four stages and eight micro-batches, unless a row says so.
+# Flags of a feature, and which of ours are compared with stock: four stages and eight micro-batches unless a row
+# differs.
 ROWS: dict[str, tuple[str, str]] = {
     "m8": (UNTIED, f"one two interlaced balanced two_balanced {INPUTS}"),
     "tied": ("", f"one two balanced {INPUTS}"),
@@ -114,7 +114,7 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
     "tensor": (f"{UNTIED} {TENSOR} {DIVISIBLE}", "one two input"),
     "tied_tensor": (f"{TENSOR} {DIVISIBLE}", "one two input input_two"),
     "sequence": (f"{UNTIED} {SEQUENCE} {DIVISIBLE}", "one two input"),
-    # Megatron's embedding transposes and scatters itself.
+    # Megatron's embedding transposes and scatters by itself.
     "sequence_llama": (f"{SEQUENCE} {DIVISIBLE} {LLAMA}", "one input input_two"),
     "further_sequence": (f"{UNTIED} {SEQUENCE} {DIVISIBLE} {AHEAD} --mtp-num-layers 2", "one two"),
     "data": (UNTIED, "one two input"),
@@ -127,9 +127,9 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
     "context": (f"{UNTIED} {CONTEXT}", "one two interlaced input"),
     "tied_context": (CONTEXT, "one two input"),
 }
-# Which balanced run is compared with which, and by how many micro-batches it may hold more than without shards.
+# The unbalanced run of each balanced one, and by how many micro-batches it may exceed a run without shards.
 BALANCED = {"balanced": ("one", 2), "two_balanced": ("two", 1), "input_balanced": ("input", 2)}
-# Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
+# Every algorithm, one of them balanced, a tied weight, and further tokens.
 ALWAYS = "m8-two m8-balanced tied-one further-one".split()
 
 
@@ -159,11 +159,11 @@ def stages_of(row: Row) -> int:
 
 
 def tensors(outcome: Outcome, case: str, part: str, stages: int) -> dict[str, torch.Tensor]:
-    """Of all ranks, by rank and name; the vocabulary's rows in one piece, for each rank of another dimension."""
+    """Return all ranks' tensors by rank and name; the vocabulary's rows in one piece per rank of another dimension."""
     by_name: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}
     world = len(outcome.codes)
-    # Ranks of the pipeline are the outermost.
+    # The pipeline is the outermost dimension.
     others = world // stages
     for rank in range(world):
         for name, tensor in torch.load(outcome.folder / f"{case}.rank{rank}.pt")[part].items():
@@ -172,7 +172,7 @@ def tensors(outcome: Outcome, case: str, part: str, stages: int) -> dict[str, to
             else:
                 by_name[f"{rank} {name}"] = tensor.double()
     by_name |= {name: torch.cat(parts) for name, parts in rows.items()}
-    # A shard of both layers is one weight.
+    # A tied weight is one shard.
     return by_name | {
         f"{rank} {OUTPUT}": by_name[f"{rank} {EMBEDDING}"]
         for rank in range(others)
@@ -225,7 +225,7 @@ def test_shards_train_what_the_whole_layer_does(trained: Trained, row: Row) -> N
 
 @pytest.mark.parametrize("row", parameters(BY_NAME[name] for name in ("further-one", "two_further-two")))
 def test_losses_of_further_tokens_are_logged(trained: Trained, row: Row) -> None:
-    """Zeros stand in for them in the last stage's forward; they are known, and logged, after everybody's S."""
+    """The last stage's forward returns zeros for these losses; they are known and logged after the S of all ranks."""
 
     def logged(case: str) -> list[float]:
         printed = trained(row).said(case, -1)
@@ -238,7 +238,7 @@ def test_losses_of_further_tokens_are_logged(trained: Trained, row: Row) -> None
         assert near(actual, expected, 1e-5)
 
 
-# Of micro-batches, by algorithm and then balanced.
+# Peaks in micro-batches, by algorithm and balanced.
 PEAKS = {"one": [6, 5, 4, 3], "balanced": [5, 5, 4, 4], "two": [5, 4, 3, 2], "two_balanced": [4, 4, 3, 4]}
 PEAKS |= {"input": PEAKS["one"], "input_balanced": PEAKS["balanced"]}
 
@@ -271,18 +271,18 @@ def test_balancing_shards_changes_no_bit(trained: Trained, row: Row) -> None:
         assert {shard_held(outcome, case, rank) for rank in range(4)} == {modelled}
         run = read_held(Path(outcome.report_folder(case)))
         assert run is not None
-        # What is written as it happens, for a run that runs out of memory.
+        # The record of a run that may run out of memory is written as it happens.
         assert {max(mark.shard_bytes for mark in rank.marks) for rank in run.ranks} == {modelled}
 
 
 def shard_held(outcome: Outcome, case: str, rank: int) -> int:
-    """Bytes of a micro-batch from S to T, as the run's record has them."""
+    """Return the bytes of a micro-batch from S to T in the run's record."""
     path = Path(outcome.report_folder(case)) / f"record_{rank:05d}.jsonl"
     return int(json.loads(path.read_text().splitlines()[-1])["shard_bytes"])
 
 
 def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, micro_batch: int = 2) -> int:
-    """The same of the tiny model, before anything ran."""
+    """Return the same bytes as modelled for the tiny model."""
     tiny = replace(gpt("tiny", stages, 64, 4, 128, 64), tied_embedding=False)
     cut = (parse_cluster(f"a100-80g:1x{stages}"), 1, stages, micro_batch, 16, 64, (1,) * stages)
     choices = {"precision": precision, "kernels": "cpu", "attention": "unfused", "vocabulary": Vocabulary(algorithm)}
@@ -304,7 +304,7 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(trained: Trained, row: Row,
 
 @pytest.mark.parametrize("row", parameters((BY_NAME["tied-one"], WIDE["tied_data-one"], WIDE["tied_distributed-one"])))
 def test_copies_of_a_tied_weight_stay_equal(trained: Trained, row: Row) -> None:
-    """On several replicas, too, where the distributed optimizer has other parts of each copy."""
+    """Also on several replicas, with a distributed optimizer that owns different parts of each copy."""
     outcome, stages = trained(row), stages_of(row)
     start, end = (tensors(outcome, row.ours.name, part, stages) for part in ("start", "end"))
     for replica in range(4 // stages):
@@ -320,8 +320,7 @@ LARGE = f"{UNTIED} --vocab-size 131071 --seq-length 512 --max-position-embedding
 def test_the_last_rank_no_longer_holds_all_logits(
     run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """131072 rows: what every process holds when its second iteration begins, and what in it, beside weights and
-    optimizer state."""
+    """Measure 131072 rows: each process's bytes at the start of its second iteration, and how much they grow in it."""
     beyond, before = {}, {}
     kinds = {"stock": "", "shards": f"{SHARDS} 1", "early": f"{SHARDS} 2", "inputs": f"{INPUT} 1"}
     for name, ours in kinds.items():
@@ -332,17 +331,16 @@ def test_the_last_rank_no_longer_holds_all_logits(
         with capsys.disabled():
             peaks = ", ".join(f"{rank['peak'] / 2**20:.0f}" for rank in memory)
             print(f"\n{name}: MiB of each rank at its peak {peaks}")
-    # Stock makes the gradient in the place of the logits, too; besides theirs shards have 32 MiB of them in 32 bit at a
-    # time, whatever p is.
+    # Stock computes the gradient in place. Shards have their logits, and 32 MiB of them in 32 bits at a time for any p.
     logits = 2 * 512 * 131072 * 4
     assert beyond["stock"][-1] > logits
     assert all(max(beyond[name]) < beyond["stock"][-1] / 2 for name in kinds if name != "stock")
-    # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives back.
+    # Weight, gradient and two moments of the embedding, whole or a quarter; a process does not return all freed memory.
     assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
 
 
 def launched(tmp_path: Path, case: str, script: Path, flags: str) -> Outcome:
-    """By the launcher, with a report."""
+    """Train with the launcher and a report."""
     folder = tmp_path / case
     folder.mkdir()
     four = f"{TINY} --num-layers 4 --pipeline-model-parallel-size 4 {batch(8)} {ITERATIONS}"
@@ -363,7 +361,7 @@ def launched(tmp_path: Path, case: str, script: Path, flags: str) -> Outcome:
     ],
 )
 def test_a_script_of_ones_own_is_split(tmp_path: Path, name: str, flags: str, ours: str) -> None:
-    """Its model, labels and mean of the losses are its own."""
+    """The script has its own model, labels and mean of the losses."""
     losses = []
     for case, added in (("stock", ""), ("shards", ours)):
         outcome = launched(tmp_path, case, ROOT / "tests/gloo" / name, f"{flags} {added}")
@@ -376,7 +374,7 @@ def test_a_script_of_ones_own_is_split(tmp_path: Path, name: str, flags: str, ou
 
 @pytest.mark.timeout(120)
 def test_a_loss_that_is_not_linear_in_the_tokens_is_refused(tmp_path: Path) -> None:
-    """A mean of their squares counts each by what it is."""
+    """In a mean of squares, a token's weight depends on its loss."""
     squares = tmp_path / "squares.py"
     script = (ROOT / "tests/gloo/plain_script.py").read_text()
     squares.write_text(script.replace("losses.float().mean()", "losses.float().square().mean()"))

@@ -1,10 +1,8 @@
-"""The output layer in shards trains the same bits whatever the schedule is, the embedding in shards, too, and each
-schedule holds what it predicts.
+"""The output layer, and the embedding, in shards train the same bits under any schedule, with the predicted peaks.
 
-What 1F1B with shards trains is compared with stock in test_vocabulary, here with other schedules, some of which place
-stages as a V. Without dropout, whose numbers depend on the rank that draws them, and without clipping, whose norm adds up
-the same numbers in the order of the ranks. A weight that both layers share adds up their gradients in the order of a
-rank's T and IB, which schedules differ in.
+test_vocabulary compares 1F1B with stock; this compares other schedules, some of them on a V, with 1F1B. Dropout is off
+because it depends on the rank that draws it, and so is clipping, whose norm is summed in the order of the ranks. A tied
+weight sums its gradients in the order of a rank's T and IB, which differs between schedules.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from tests.gloo.test_vocabulary import DIVISIBLE, FP32, SCALED, near, shard_held
 pytestmark = pytest.mark.timeout(2460)
 Trained = Callable[[Row], Outcome]
 
-# Of four stages; `v-half` and the others of a V have their chunks by themselves.
+# With four stages; a V always has its chunks.
 OURS = {
     "v_half": "--bpipe-schedule v-half",
     "v_half_whole": f"--bpipe-schedule v-half {WHOLE}",
@@ -55,8 +53,8 @@ OURS = {
 }
 EVERY = " ".join(OURS)
 EVALUATED = "--calculate-per-token-loss --eval-interval 1 --eval-iters 2"
-# Flags of a feature, and which of ours are compared with 1F1B's shards. Of names: `inputs` also shards the embedding,
-# `by_2` uses the second algorithm.
+# Flags of a feature, and which of ours are compared with 1F1B's shards. `inputs` also shards the embedding, and `by_2`
+# uses the second algorithm.
 ROWS: dict[str, tuple[str, str]] = {
     "tied": ("", EVERY),
     "untied": (UNTIED, EVERY),
@@ -97,7 +95,7 @@ WIDE_ROWS: dict[str, tuple[str, str]] = {
     "inputs_sequence": (f"{UNTIED} {SPLIT_SEQUENCE}", "v_half interleaved"),
     "inputs_sequence_tied_by_2": (SPLIT_SEQUENCE, "v_half grouped"),
 }
-# Other numbers of stages; of each from one to four micro-batches per stage, and by which algorithm.
+# Other numbers of stages, each with one to four micro-batches per stage and an algorithm.
 SIZES: dict[int, dict[int, tuple[str, str]]] = {
     2: {1: ("2", ""), 3: ("1", ""), 8: ("2", UNTIED)},
     4: {1: ("1", UNTIED), 5: ("2", UNTIED), 16: ("1", "")},
@@ -107,7 +105,7 @@ ALWAYS = ("tied-v_half",)
 
 
 def is_exact(row: Row) -> bool:
-    """Whether a schedule changes no bit: one weight that has the gradients of both layers adds them in another order."""
+    """Whether a schedule changes no bit: a tied weight sums the gradients of both layers in another order."""
     return "inputs" not in row.name or UNTIED in row.stock.flags
 
 
@@ -148,7 +146,7 @@ def losses_near_stock(outcome: Outcome, row: Row, tolerance: float) -> None:
 
 @pytest.mark.parametrize("row", [row.parameter() for row in (*BY_NAME.values(), *WIDE.values())])
 def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(trained: Trained, row: Row) -> None:
-    """Its bits, evaluations too, within what it holds; and so near stock as 1F1B is."""
+    """Compare bits, evaluations and peaks with 1F1B, and losses with stock."""
     outcome, (of_1f1b,), ours, flags = trained(row), row.others, row.ours.name, row.stock.flags
     stock, sharded = (outcome.record(case, 3)["evaluations"] for case in (row.stock.name, ours))
     assert len(sharded) == len(stock)
@@ -162,7 +160,7 @@ def test_other_schedules_train_shards_to_the_bit_as_1f1b_does(trained: Trained, 
 
 @pytest.mark.parametrize("row", [BY_NAME["tied-v_half"].parameter()])
 def test_a_v_half_holds_half_of_1f1b_and_two_micro_batches(trained: Trained, row: Row) -> None:
-    """Every rank p / 2 + 2, of two chunks each."""
+    """Every rank holds p / 2 + 2 micro-batches of two chunks each."""
     outcome, (of_1f1b,) = trained(row), row.others
     assert [report["peak_microbatches"] for report in outcome.reports(row.ours.name)] == [8] * 4
     assert [report["peak_microbatches"] for report in outcome.reports(of_1f1b.name)] == [6, 5, 4, 3]
@@ -170,13 +168,12 @@ def test_a_v_half_holds_half_of_1f1b_and_two_micro_batches(trained: Trained, row
 
 @pytest.mark.parametrize("row", [row.parameter() for row in sized_rows()])
 def test_a_v_half_is_flat_however_many_stages_there_are(trained: Trained, row: Row) -> None:
-    """Every rank p / 2 + 2 micro-batches, measured as predicted, and logits as modelled; 1F1B's bits, as near stock
-    as that is."""
+    """Every rank holds p / 2 + 2 micro-batches, and the modelled logits; the bits are those of 1F1B."""
     outcome, (of_1f1b,), case, stages = trained(row), row.others, row.ours.name, row.world
     alike(outcome, of_1f1b.name, case, stages)
     as_predicted(outcome, case, stages, moves=False)
     microbatches, algorithm = row.name.partition("-")[0].partition("_m")[2].split("_by_")
-    # Of a chunk, of which a rank has two.
+    # Counted in chunks, of which a rank has two.
     peaks = [report["peak_microbatches"] for report in outcome.reports(case)]
     assert peaks == [2 * min(int(microbatches), stages // 2 + 2)] * stages
     logits = {shard_held(outcome, case, rank) for rank in range(stages)}

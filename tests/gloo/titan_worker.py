@@ -1,10 +1,10 @@
 """One rank of torchtitan's own trainer on a CPU.
 
-In: a folder, a name for what is written there, and torchtitan's own command line. Out: `<folder>/<name>.rank<r>.json`:
-losses and gradients' norms of every step in hex, a hash of the weights, and what was moved.
+Takes a folder, a name, and torchtitan's own command line. Writes to `<folder>/<name>.rank<r>.json` the losses and
+gradient norms of every step in hex, a hash of the weights, and the bytes moved.
 
-Stand-ins: the device is the CPU, which has no memory statistics; a tokenizer of bytes and our own text replace the
-assets of torchtitan's repository, which are not in its wheel.
+The device is the CPU, which has no memory statistics. A tokenizer of bytes and our own text replace the assets of
+torchtitan's repository, which its wheel lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-# "none" or "full" in place of the selective checkpointing that the model's configuration has.
+# "none" or "full" replaces the model configuration's selective checkpointing.
 RECOMPUTED = "TITAN_RECOMPUTED"
 
 
@@ -54,7 +54,7 @@ def stand_in_for_attention() -> None:
 
 
 def write_assets(folder: Path) -> None:
-    """Write a tokenizer of bytes, and a text."""
+    """Write a tokenizer of bytes, and a text to train on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(
@@ -92,14 +92,14 @@ def main(folder: Path, name: str, arguments: list[str]) -> None:
     common = ["--hf_assets_path", str(folder / "assets"), "--dataloader.dataset_path", str(folder / "text")]
     config: Any = ConfigManager().parse_args([*arguments, *common])
     if RECOMPUTED in os.environ:
-        # Tests name these classes of a command line with one word.
+        # The command line cannot select these classes.
         chosen = {"none": None, "full": FullAC.Config()}
         config.activation_checkpoint = chosen[os.environ[RECOMPUTED]]
     trainer: Any = config.build()
     for part in trainer.model_parts:
         for module in part.modules():
             if hasattr(module, "set_force_sum_reduction_for_comms"):
-                # Gloo has no averages.
+                # Gloo cannot average.
                 module.set_force_sum_reduction_for_comms(True)
     notes: list[dict[str, str]] = []
     log = trainer.metrics_processor.log

@@ -1,8 +1,8 @@
-"""Ranks that train several times in one process without Megatron, and the resources that each training leaves.
+"""Train several times in one process without Megatron, and record the resources that each training leaves.
 
-In: a folder. Out: `<folder>/rank<r>.json`: by training, whether its bits are those of torch's own class, and what the
-process has afterwards; how a closed schedule refuses another step; and how long `close` took, and what it said, after
-this rank's partner had left without it.
+Takes a folder, and writes to `<folder>/rank<r>.json`: by training, whether its bits are those of torch's own class, and
+the process's resources afterwards; how a closed schedule refuses a step; and how long `close` took, and what it
+logged, after this rank's partner had left without it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def balanced(rank: int, transport: str) -> tuple[BalancedSchedule, Any]:
     return BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", transfers=transfers), stages
 
 
-def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:
+def trained(rank: int, transport: str, expected: Any) -> dict[str, Any]:
     schedule, stages = balanced(rank, transport)
     with schedule:
-        is_same = same(wanted, steps_of(schedule, stages, MICROBATCHES))
+        is_same = same(expected, steps_of(schedule, stages, MICROBATCHES))
         moved, resources = sum(schedule.engine.moved_bytes.values()), holding()
     dist.barrier()
     return {"same": is_same, "moved": moved, "held": resources, "left": holding()}
@@ -91,8 +91,8 @@ def one_rank(rank: int, folder: str) -> None:
     logging.getLogger("bpipe").addHandler(lines)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     stages = stages_of([rank], RANKS)
-    wanted = steps_of(Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of), stages, MICROBATCHES)
-    result: dict[str, Any] = {"trainings": [trained(rank, transport, wanted) for transport in TRANSPORTS]}
+    expected = steps_of(Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of), stages, MICROBATCHES)
+    result: dict[str, Any] = {"trainings": [trained(rank, transport, expected) for transport in TRANSPORTS]}
     result["own loop"] = [[*toy.train(rank, "bpipe")[0], holding()] for _ in range(2)]
     result["refusal"] = refusal(rank)
     result["raised_s"] = raised(rank)
@@ -107,7 +107,7 @@ def one_rank(rank: int, folder: str) -> None:
         result |= {"alone_s": time.perf_counter() - begin_s, "alone": lines.lines}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
-    # Exit without the teardown of groups, which the others do.
+    # Exit without tearing down the groups, as the other ranks do.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""A training script that gives Megatron what Megatron-LM 0.19's own pretrain_gpt.py does, and asks it the same: a built
-configuration, ranks with embeddings, and, while a chunk computes, whether this is the first stage or the last.
+"""A training script that calls Megatron as Megatron-LM 0.19's own pretrain_gpt.py does: a built configuration, ranks
+with embeddings, and, while a chunk computes, whether this is the first or the last stage.
 
-It has never heard of this project. Its data are those of plain_script.py.
+It does not know this project. Its data are those of plain_script.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tests.gloo.plain_script import datasets, flags
 
 
 def batch(data: Any, stage: int | None) -> dict[str, torch.Tensor | None]:
-    """Return what a chunk needs of its next micro-batch: tokens for the first stage, labels and their mask for the
-    last, nothing in between. Only in the first question this names the chunk."""
+    """Return a chunk's part of its next micro-batch: tokens for the first stage, labels and their mask for the last.
+
+    Only the first question names the chunk."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     predicts_further = mtp_on_this_rank(
@@ -70,8 +71,7 @@ def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
 
 
 def ranks_with_embeddings(pp_ranks: list[int]) -> list[int]:
-    """The first stage's; the last stage's where it shares the weight; and those of layers that predict further
-    tokens."""
+    """Return the ranks of the first stage, of the last if it is tied, and of layers that predict further tokens."""
     args = get_args()
     if len(pp_ranks) == 1:
         return pp_ranks

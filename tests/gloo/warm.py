@@ -1,12 +1,11 @@
-"""Ranks that are forked from a process that has imported torch and Megatron, because imports take most of a short run.
+"""Ranks that are forked from a process that has imported torch and Megatron, which takes most of a short run.
 
-In: arguments of `python`, an environment, a folder and a log. Out: a process like a new one, in its own session, with
-the used part of subprocess.Popen's interface.
+A rank is like a new process of `python` in its own session, with the part of subprocess.Popen's interface that tests
+use.
 
-There are two such parents, and neighbouring ranks come from different ones: their strings have different hashes, so code
-that depends on the order of a set still differs between ranks. This cannot test whether a script imports in the right
-order, because the CPU stand-in is imported before it. Only the first rank of a script's first run ends with the
-interpreter's full teardown.
+There are two parents, and adjacent ranks come from different ones: their strings have different hashes, so code that
+depends on the order of a set still differs between ranks. This cannot test the import order of a script, because the
+CPU stand-in is already imported. Only the first rank of a script's first run ends with the interpreter's full teardown.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PRELOADED = (
 
 
 class Rank:
-    """A forked process, by its parent's answers: its id, and then how it ended."""
+    """A forked process: its parent answers with the process's id, and later with its exit code."""
 
     def __init__(self, parent: socket.socket, described: Mapping[str, Any]) -> None:
         self.returncode: int | None = None
@@ -95,10 +94,10 @@ class Parents:
         self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
     ) -> Rank:
         for index in range(NUM_PARENTS):
-            # All at once, although one is asked: they import side by side.
+            # Start both at once, so that they import in parallel.
             if index not in self._running:
                 self._running[index] = self._begin(environment)
-        # Whoever looks into it need not wait for it.
+        # Readers need not wait for the log to exist.
         log.write_bytes(b"")
         name = next(word for word in script if word != "-m")
         described = {
@@ -118,34 +117,34 @@ class Parents:
             return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def close(self) -> None:
-        for asking, process in self._running.values():
-            asking.close()
+        for connection, process in self._running.values():
+            connection.close()
             process.wait(30)
         self._running.clear()
 
 
-def wait_for_requests(asked: socket.socket) -> dict[str, Any]:
-    """Fork for every request, and end when the last client has left. In a rank, return what it is to run."""
+def wait_for_requests(requests: socket.socket) -> dict[str, Any]:
+    """Fork for every request, and end when the last client has left; in a rank, return the request."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 1)
+        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 1)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
-                """One that has told how its rank ended."""
+                pass
         if not request:
-            # Nothing was started that would have to be ended.
+            # There are no ranks left to end.
             os._exit(0)
         with socket.socket(fileno=descriptors[0]) as answers:
             if os.fork() == 0:
-                asked.close()
+                requests.close()
                 fork_and_tell(answers)
                 described: dict[str, Any] = json.loads(request)
                 return described
 
 
 def fork_and_tell(answers: socket.socket) -> None:
-    """Report the id of a process and how it ended; end it when nobody listens any more.
+    """Report the id of a process and its exit code, and kill it when the client has closed its end.
 
-    Returns in that process.
+    Returns only in that process.
     """
     child = os.fork()
     if child:
@@ -195,10 +194,10 @@ def run_and_leave(script: Sequence[str], folder: str) -> None:
     code = 0
     try:
         run(script, folder)
-    except SystemExit as asked:
-        if asked.code is not None and not isinstance(asked.code, int):
-            print(asked.code, file=sys.stderr)
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except SystemExit as exit_request:
+        if exit_request.code is not None and not isinstance(exit_request.code, int):
+            print(exit_request.code, file=sys.stderr)
+        code = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
     except Exception:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
@@ -227,11 +226,11 @@ def remember_docstrings() -> None:
 
 
 def import_all(stand_in: str) -> dict[str, str]:
-    """Returns what that leaves in the environment."""
+    """Import, and return the environment variables that this has set."""
     before = dict(os.environ)
-    # What is imported is no garbage, and looking for some takes a tenth of the time.
+    # Imported modules are not garbage, and searching for some takes a tenth of the time.
     gc.disable()
-    # As startup.prepare, which a rank calls when everything is imported.
+    # As startup.prepare does, which a rank calls when everything is imported.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     importlib.import_module(stand_in).install()
     for name in PRELOADED:
@@ -239,7 +238,7 @@ def import_all(stand_in: str) -> dict[str, str]:
     remember_docstrings()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a forked process has only the thread that forked, and here are {len(threads)}"
-    # A collection would write into this memory, and so copy it for every rank.
+    # A collection in a rank would write to the shared memory, and thereby copy it.
     gc.freeze()
     gc.enable()
     return {name: value for name, value in os.environ.items() if name not in before}

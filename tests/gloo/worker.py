@@ -1,10 +1,8 @@
-"""One rank of a test's training runs: several cases, one after another, in one process, because importing torch is the
-expensive part.
+"""One rank of a test's trainings: several cases in one process, because importing torch is the expensive part.
 
-In: a file of cases (name, arguments) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each
-iteration, bit for bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the
-pipeline's schedule. Arguments that are not Megatron's (`options`) say how else a case is recorded, and what stands in for
-what this machine does not have.
+Takes a file of cases (name, arguments) and a folder. Writes to `<folder>/<case>.rank<r>.json` Megatron's exact values
+of each iteration, and a hash of the final weights. The recorder wraps `train_step` and replaces nothing of the
+schedule. Further arguments (`options`) select another recorder and stand-ins for what this machine lacks.
 """
 
 from __future__ import annotations
@@ -100,10 +98,10 @@ class Recorder:
 
 
 def meet(path: Path) -> torch.distributed.TCPStore | None:
-    """Let the ranks of the next case find each other by a store that the first keeps and returns, as torchrun's agent
-    would: its port is the system's choice, told by a file.
+    """Let the ranks of the next case find each other by a store on the first rank, like torchrun's agent; return it.
 
-    It listens before its port is known: a rank that connects to a missing store would wait half a second.
+    Its port, chosen by the system, is written to a file. It listens before that, because a rank that connects to a
+    missing store would wait half a second.
     """
     store = None
     if LAUNCH_RANK == "0":
@@ -126,7 +124,7 @@ def run(
     observer: Callable[[], Recorder] = Recorder,
     main: Callable[[], object] = pretrain_gpt.main,
 ) -> None:
-    """Train once, by our script or another one, and write what happened."""
+    """Train once, with our script or another one, and write the record."""
     # A placement gives this process another rank for one run; the next one starts from the launcher's rank again.
     os.environ["RANK"] = LAUNCH_RANK
     store = meet(folder / f"{case['name']}.port")
@@ -142,10 +140,10 @@ def run(
         recorder.remove()
     del recorder
     training.destroy_global_state()
-    # Both have as many losses as the first case with some has layers.
+    # These trackers keep the number of layers of their first case.
     MTPLossLoggingHelper.tracker.clear()
     destroy_moe_metrics_tracker()
-    # An attribute of the class, by which the next case would replay this one's graph.
+    # With this class attribute, the next case would replay this one's graph.
     FullCudaGraphWrapper.reset_cuda_graph(FullCudaGraphWrapper)
     StaticBufferLoader.static_buffers = {"training": [], "validation": []}
     torch.distributed.destroy_process_group()
@@ -154,10 +152,10 @@ def run(
 
 
 def cases_of(path: str) -> list[dict[str, Any]]:
-    """Return the cases of a file. Comes before the first of them, as long as this process has one thread.
+    """Return the cases of a file. Call it before the first case, while this process has one thread.
 
-    Where one saves, Megatron's queue for its writers is made here, by a fork: by its default every rank starts a process
-    that imports torch once more, which took longer than the cases.
+    If a case saves, this creates Megatron's writer queue by a fork: by default every rank starts a process that imports
+    torch again, which takes longer than the cases.
     """
     cases: list[dict[str, Any]] = json.loads(Path(path).read_text())
     if any("--save" in case["arguments"] for case in cases):
@@ -166,7 +164,7 @@ def cases_of(path: str) -> list[dict[str, Any]]:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the parser of a case's flags that Megatron never sees."""
+    """Return the parser of a case's flags, which Megatron does not see."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--named", action="store_true", help="weights are drawn and compared by name")
     parser.add_argument("--tensors", action="store_true", help="tensors are kept, and not only hashes of them")
@@ -185,23 +183,23 @@ def train(case: dict[str, Any], folder: Path) -> None:
     """Run a case with its options."""
     from tests.gloo import conversations, differing, recorders, stand_ins
 
-    asked, case["arguments"] = options().parse_known_args(case["arguments"])
+    chosen, case["arguments"] = options().parse_known_args(case["arguments"])
     main = pretrain_gpt.main
-    if asked.script:
-        script = str(Path(__file__).parent / asked.script)
+    if chosen.script:
+        script = str(Path(__file__).parent / chosen.script)
         main = functools.partial(runpy.run_path, script, run_name="__main__")
-    elif asked.differing:
-        main = functools.partial(differing.train, asked.differing)
+    elif chosen.differing:
+        main = functools.partial(differing.train, chosen.differing)
     if {"--data-path", "--sft"} & set(case["arguments"]):
         case["arguments"].remove("--mock-data")
     with contextlib.ExitStack() as stack:
-        for name in asked.stand_in:
+        for name in chosen.stand_in:
             stack.enter_context(stand_ins.STAND_INS[name](folder, case["name"]))
         if "--sft" in case["arguments"]:
             stack.enter_context(conversations.readable())
-        for patch in recorders.patches(asked):
+        for patch in recorders.patches(chosen):
             stack.enter_context(patch)
-        run(case, folder, recorders.kind(asked, folder / case["name"]), main)
+        run(case, folder, recorders.kind(chosen, folder / case["name"]), main)
 
 
 def main(cases: str, folder: str) -> None:
@@ -211,7 +209,7 @@ def main(cases: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # The one that `recorders` import, too.
+    # Use the instance that `recorders` imports, too.
     from tests.gloo import worker
 
     worker.main(*sys.argv[1:])

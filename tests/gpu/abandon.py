@@ -1,8 +1,8 @@
-"""Whether a rank gives up at once after an error, even if its device is still busy and may stay busy for ever.
+"""Whether a rank stops at once after an error, even if its device is still busy and may stay busy forever.
 
-In: a device. Out: for the rank that evicts and for the one that lends, whether `abandon` returned while a kernel was
-still running after transfers had been issued. A kernel of NCCL's whose partner is gone never ends: a host that waits for the
-device before it raises shows no error, and frees memory that the partner's copies still use.
+For the rank that evicts and the one that lends, reports whether `abandon` returned while a kernel was still running
+after transfers had been issued. An NCCL kernel whose partner is gone never ends: a host that waits for the device
+before it raises shows no error, and frees memory that the partner's copies still use.
 """
 
 import time
@@ -34,11 +34,11 @@ SIZES = {FULL: Sizes(4.0), MODERATE: Sizes(2.0), SMALL: Sizes(0.0, rows=16, widt
 
 
 class Broken(Exception):
-    """The error in the middle of a training."""
+    """An error in the middle of a training."""
 
 
 class Breaking:
-    """An engine's calls, until an operation before which the device gets busy and after which the loop fails."""
+    """An engine's calls until an operation before which the device gets busy, and after which the loop fails."""
 
     def __init__(self, engine: Engine, action: Action, on: Accelerator, busy_s: float) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class Breaking:
     def before(self, op: Action) -> None:
         if op == self._at:
             self.busy = self._on.busy(self._busy_s)
-        # The transfers that it starts queue up after the work that keeps the device busy.
+        # Its transfers queue up after the work that keeps the device busy.
         self._engine.before(op)
         if op == self._at:
             raise Broken
@@ -83,7 +83,7 @@ def _let_go(on: Accelerator, rank: int, transport: Transport, sizes: Sizes, name
     loop = loop_of(plan, rank, stage, stage.received)
     loop.run(engine)
     synchronize(on.device)
-    # The first transfer of the second half: some transfers are over by then, some are under way.
+    # The first transfer of the second half: some transfers have ended, some are in progress.
     busiest = [
         step.compute
         for step in steps(plan, rank)

@@ -1,7 +1,7 @@
 """The two devices that the cases run on: a GPU, and the late device of `tests.late`, which simulates one in daily tests.
 
-In: a name, `late` or `cuda`. Out: an `Accelerator`, which adds what `torch.accelerator` lacks. A late device is never
-slow: what a GPU does late because of an earlier kernel, a late device does late because it is told to.
+An `Accelerator` adds what `torch.accelerator` lacks. A late device is never slow: what a GPU does late because of an
+earlier kernel, a late device does late because it is told to.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ class Accelerator(Protocol):
     of_process: Callable[[int], Accelerator]
 
     def described(self) -> str:
-        """Say which devices there are."""
+        """Return a description of the devices."""
 
     def allocator(self) -> str:
-        """Return the allocator in use, as `PYTORCH_CUDA_ALLOC_CONF` would name it: by what it does, not by what was
-        asked for."""
+        """Return the actual allocator, as `PYTORCH_CUDA_ALLOC_CONF` would name it."""
 
     def prepare_megatron(self) -> None:
-        """Prepare this process for Megatron. Called once, before Megatron is imported."""
+        """Prepare this process for Megatron. Call it once, before Megatron is imported."""
 
 
 class Gpu(Accelerator):
@@ -113,9 +112,9 @@ class Gpu(Accelerator):
         backend = torch.cuda.memory.get_allocator_backend()
         if backend != "native":
             return f"backend:{backend}"
-        kept = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
+        probe = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
         expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-        del kept
+        del probe
         return "expandable_segments:True" if expandable else "backend:native"
 
     def prepare_megatron(self) -> None:
@@ -123,10 +122,10 @@ class Gpu(Accelerator):
 
 
 class LateDevice(Accelerator):
-    """Late devices: a new one resets the simulation, so nothing of earlier ones may be used any more."""
+    """Late devices. A new one resets the simulation, so nothing of earlier ones may be used afterwards."""
 
     name = LATE
-    # Host memory stands in for it.
+    # Host memory is used for it.
     CAPACITY_BYTES = 256 << 20
 
     def __init__(self, draw: Draw | None = None, index: int = 0) -> None:
@@ -155,7 +154,7 @@ class LateDevice(Accelerator):
         self._late.order(orders[forwards, copies], self.draw.seed + number, -1, self.draw.eagerness)
 
     def before_forward(self) -> None:
-        """The order says it."""
+        """Do nothing: the order delays it."""
 
     before_copy = before_forward
 
@@ -189,7 +188,7 @@ class LateDevice(Accelerator):
 
 
 def _prepare_megatron() -> None:
-    # Before the first product: with another workspace cuBLAS may add up in another order the second time.
+    # Before the first product: with another workspace, cuBLAS may sum in another order the second time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from megatron.scheduling.start import startup
 
@@ -215,8 +214,8 @@ def accelerator(name: str) -> Accelerator:
 
 
 @contextlib.contextmanager
-def beside(stream: torch.Stream) -> Iterator[Any]:
-    """Issue what is inside to a stream, behind all that was issued to the current one."""
+def on_stream(stream: torch.Stream) -> Iterator[Any]:
+    """Issue what is inside on a stream, after everything issued on the current one."""
     from bpipe.transport.streams import current
 
     stream.wait_event(torch.accelerator.current_stream().record_event())
@@ -225,5 +224,5 @@ def beside(stream: torch.Stream) -> Iterator[Any]:
 
 
 def join(stream: torch.Stream) -> None:
-    """Let the current stream wait for this one."""
+    """Make the current stream wait for this one."""
     torch.accelerator.current_stream().wait_event(stream.record_event())

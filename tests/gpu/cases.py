@@ -1,7 +1,4 @@
-"""The cases that are run on a GPU; daily tests run them on late devices.
-
-In: nothing. Out: by name, what runs, with what sizes, and why a late device cannot answer it, if it cannot.
-"""
+"""The cases that run on a GPU; daily tests run them on late devices."""
 
 import importlib
 from collections.abc import Mapping
@@ -14,12 +11,12 @@ from tests.gpu.common import Result
 
 @dataclass(frozen=True)
 class Case:
-    """`module` of this folder has `run` and `SIZES`.
+    """One case: `run` and `SIZES` of a module of this folder.
 
     Attributes:
-        needs_gpu: Why a late device's answer means nothing; the code runs there all the same.
+        needs_gpu: Why a late device's answer means nothing; the code runs there nevertheless.
         own_process: Whether it changes the process that it runs in.
-        group: Which group of its module it is, if there are several.
+        group: The group of its module, if there are several.
     """
 
     module: str

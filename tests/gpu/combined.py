@@ -1,10 +1,10 @@
 """Activations of layers that run in parts on two streams, for two micro-batches at once, evicted and loaded.
 
-In: a device. Out: how many micro-batches of combined 1F1B compute another gradient than without an engine: with an
-engine that knows the stream of exchanges (`EngineConfig.beside`), and with one that does not. The program is that of
-Megatron's `--overlap-moe-expert-parallel-comm`: each backward runs together with a forward, part by part, and the parts'
-graphs are not connected. The input from the previous stage and the gradient from the next one are drawn at random.
-Wrong gradients without the noted stream are possible and count as no failure.
+Reports how many micro-batches of combined 1F1B have another gradient than without an engine: with an engine that knows
+the stream of exchanges (`EngineConfig.beside`), and with one that does not. The program is that of Megatron's
+`--overlap-moe-expert-parallel-comm`: each backward runs together with a forward, part by part, and the parts' graphs
+are not connected. The input from the previous stage and the gradient from the next one are random. Wrong gradients are
+possible if the engine does not know the stream, and do not count as a failure.
 """
 
 import functools
@@ -53,7 +53,7 @@ class Chunks:
         self._gradient = drawn(self._shape, 999, on.device)
 
     def iterate(self, engine: Engine | None) -> list[torch.Tensor]:
-        """Run an iteration; return a sum of each backward's gradients, in order, and then of each weight's."""
+        """Run an iteration; return a sum of each backward's gradients in order, and then of each weight's."""
         values: list[torch.Tensor] = []
         plans: dict[tuple[int, int], LayerPlan] = {}
         if engine is not None:
@@ -73,37 +73,39 @@ class Chunks:
     def _together(
         self,
         first: Action,
-        beside: Action | None,
+        overlapping: Action | None,
         plans: dict[tuple[int, int], LayerPlan],
         engine: Engine | None,
         values: list[torch.Tensor],
     ) -> None:
         forward = first if first.kind is Kind.FORWARD else None
-        backward = beside if forward is not None else first
+        backward = overlapping if forward is not None else first
         if engine is not None:
-            engine.before(first, beside)
-        ahead, received = None, drawn(self._shape, 1000 + first.microbatch, self._on.device).requires_grad_()
+            engine.before(first, overlapping)
+        forward_plan, received = None, drawn(self._shape, 1000 + first.microbatch, self._on.device).requires_grad_()
         forwards: Steps = []
         backwards: Steps = []
         if forward is not None:
             compute = torch.accelerator.current_stream()
-            ahead = LayerPlan(compute, self.exchange, self._weights[forward.stage], lambda hidden: hidden * _HALF)
-            forwards = ahead.forwards(received)
-            plans[forward.stage, forward.microbatch] = ahead
+            forward_plan = LayerPlan(
+                compute, self.exchange, self._weights[forward.stage], lambda hidden: hidden * _HALF
+            )
+            forwards = forward_plan.forwards(received)
+            plans[forward.stage, forward.microbatch] = forward_plan
         if backward is not None:
-            behind = plans.pop((backward.stage, backward.microbatch))
-            behind.begin()
-            backwards = behind.backwards(self._gradient, lambda gradient: values.append(gradient.double().sum()))
+            backward_plan = plans.pop((backward.stage, backward.microbatch))
+            backward_plan.begin()
+            backwards = backward_plan.backwards(self._gradient, lambda gradient: values.append(gradient.double().sum()))
             run_at_once(backwards, forwards)
-            behind.end()
+            backward_plan.end()
         else:
             run_at_once(backwards, forwards)
         forwards = backwards = []
-        if ahead is not None:
-            ahead.end()
+        if forward_plan is not None:
+            forward_plan.end()
         if engine is not None:
-            if ahead is not None:
-                engine.after(first, [ahead.loss.output], [received], ahead.pieces())
+            if forward_plan is not None:
+                engine.after(first, [forward_plan.loss.output], [received], forward_plan.pieces())
             else:
                 engine.after(first)
             engine.sent(first)
@@ -141,4 +143,4 @@ def _iterations(chunks: Chunks, engine: Engine, sizes: Sizes, until: float) -> I
 
 
 def _wrong(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    return sum(float(value) != float(wanted) for value, wanted in zip(actual, expected, strict=True))
+    return sum(float(value) != float(expected_value) for value, expected_value in zip(actual, expected, strict=True))

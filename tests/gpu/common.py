@@ -1,7 +1,4 @@
-"""Shared by all cases: results, time limits, spreads, and memory that transfers can reach.
-
-In: a device and the time at which a case must stop. Out: results that can be printed and written as JSON.
-"""
+"""Shared by all cases: results, time limits, spreads, and memory that transfers can reach."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ FULL, MODERATE, SMALL = "full", "moderate", "small"
 
 @dataclass
 class Result:
-    """What a case found.
+    """The results of a case.
 
     Attributes:
         ok: Whether all checks passed; None if the case only measures.
@@ -38,7 +35,7 @@ class Result:
     failure: str | None = None
 
     def row(self, name: str, value: str) -> None:
-        """Add a line to the summary, and print it now."""
+        """Add a line to the summary and print it."""
         self.rows.append((name, value))
         say(f"{name}: {value}")
 
@@ -54,7 +51,7 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """Several readings of one thing."""
+    """The spread of several readings."""
 
     median: float
     low: float
@@ -74,13 +71,12 @@ class Spread:
 
 
 def ratios(values: Sequence[float], against: Sequence[float]) -> Spread:
-    """Ratios of readings taken in turn, each against its neighbour."""
+    """Return the ratios of readings taken in turn, each to its neighbour."""
     return Spread.of([value / base for value, base in zip(values, against, strict=True)])
 
 
 def repeats(limit: int, until: float, least: int = 1) -> Iterator[int]:
-    """Yield 0, 1, ... up to `limit` numbers; fewer, but at least `least`, once `until` (of `time.monotonic`) has
-    passed."""
+    """Yield 0, 1, ... below `limit`; at least `least`, but no more once `until` (`time.monotonic`) has passed."""
     for number in range(limit):
         if number >= least and time.monotonic() > until:
             say(f"out of time after {number} of {limit}")
@@ -89,7 +85,7 @@ def repeats(limit: int, until: float, least: int = 1) -> Iterator[int]:
 
 
 def seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """Return how long the device takes for what `work` issues, as the current stream sees it; wait for it."""
+    """Return how long the device takes for what `work` issues, on the current stream; wait for it."""
     clock = Clock(device)
     begin = clock.mark()
     work()
@@ -97,17 +93,17 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:
-    """Host memory to copy to and from, as host buffers there are."""
+    """Return host memory to copy to and from, as for host buffers."""
     return own_memory(nbytes, Device(device))
 
 
 def lender_on(device: torch.device) -> Lender:
-    """Who makes memory that another process on this device reaches into."""
+    """Return the lender of memory that another process on this device accesses."""
     return DeviceMemory(Device(device))
 
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
-    """Return the bytes that would be evicted of what a forward that ended here saved."""
+    """Return the bytes that would be evicted of what the forward that ended here saved."""
     return sum(
         storage.nbytes
         for storage in find([end.grad_fn], [received], device)
@@ -116,17 +112,17 @@ def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor,
 
 
 def drawn(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
-    """Return random numbers: the same for a seed."""
+    """Return random numbers that depend only on the seed."""
     return torch.randn(shape, generator=_generator(seed, device), device=_drawing_on(device)).to(device)
 
 
 def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    where, generator = _drawing_on(device), _generator(seed, device)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=where).to(device)
+    generator_device, generator = _drawing_on(device), _generator(seed, device)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=generator_device).to(device)
 
 
 def _drawing_on(device: torch.device) -> torch.device:
-    """Return the generator for a device: a late one has none of its own."""
+    """Return the device of the random generator: late devices have none."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 

@@ -14,7 +14,7 @@ from tests.gpu.accelerators import CUDA
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != CUDA:
-        # Read when Triton is imported, which torch does on its own.
+        # Triton reads this when it is imported, which torch does by itself.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -26,7 +26,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is for the other device."""
+    """Remove the tests for the other device."""
     on_gpu = config.getoption("--device") == CUDA
     for item in [*items]:
         if Path(__file__).parent in item.path.parents and bool(item.get_closest_marker("gpu")) is not on_gpu:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def device_name(request: pytest.FixtureRequest) -> str:
-    """The device that was asked for, if it is here."""
+    """Return the requested device, if it exists here."""
     name: str = request.config.getoption("--device")
     if name == CUDA and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -43,7 +43,7 @@ def device_name(request: pytest.FixtureRequest) -> str:
         from tests.late import devices
 
         devices.needed()
-        # As in processes of their own: tensors are too small to split over threads.
+        # As in separate processes: tensors are too small to be split over threads.
         torch.set_num_threads(1)
     return name
 

@@ -1,10 +1,9 @@
-"""Backwards in halves of one stage of Megatron's model against whole ones, with Megatron's layers and Transformer
-Engine's.
+"""Split backwards of a Megatron stage, compared with whole ones, with its own and Transformer Engine's layers.
 
-In: a device; needs megatron-core, and transformer-engine for its second part; what is missing is skipped. Out: whether
-every gradient has the bits of whole backwards if weight gradients come late and several of them wait, and how much
-waits compared with what a forward leaves allocated. The part for Transformer Engine was written from its documented
-interface and has not run before.
+Needs megatron-core, and for its second part transformer-engine; what is missing is skipped. Reports whether every
+gradient has the bits of whole backwards if weight gradients come late and several of them wait, and how many bytes wait
+compared with what a forward leaves allocated. The part for Transformer Engine was written from its documentation and
+has not run yet.
 """
 
 import importlib.util

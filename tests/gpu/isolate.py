@@ -1,8 +1,7 @@
-"""Run a case in a process of its own, so that a broken device context, a crash or a hang ends with it.
+"""Run a case in a separate process, so that a broken device context, a crash or a hang ends with it.
 
-In: the names of a case and a device, sizes, a time limit, and environment variables. Out: the case's result; a case
-that did not finish is a failure. Run as a program, it is that process: `python -m tests.gpu.isolate NAME DEVICE SIZE SECONDS
-FILE`.
+Returns the case's result; a case that did not finish is a failure. As a program, it is that process:
+`python -m tests.gpu.isolate NAME DEVICE SIZE SECONDS FILE`.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ STARTING_S = 20.0
 # Seconds that a killed process may take to exit. One that hangs inside the driver may never exit, and must not delay
 # the next case.
 DYING_S = 10.0
-# Taken from the case alone, whatever the calling shell has set for trainings.
+# Only the case sets these, whatever the calling shell has set for trainings.
 OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_HOSTID")
 
 
@@ -65,7 +64,7 @@ def isolated(
         except subprocess.TimeoutExpired:
             ended = f"it did not end within {limit_s:.0f} s"
         finally:
-            # A process group of its own, so that its children end with it.
+            # The process has its own group, so that its children end with it.
             _end(process)
         result = Result(**json.loads(file.read_text())) if file.exists() else Result(ok=False, failure=ended)
         if result.ok is False:
@@ -85,7 +84,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_case(name: str, on: Accelerator, size: str, seconds: float) -> Result:
-    """Run one case in this process. An exception becomes its failure, with the place."""
+    """Run one case in this process. An exception becomes its failure, with its place."""
     begin = time.monotonic()
     try:
         result = CASES[name].run(on, size, begin + seconds)
@@ -100,7 +99,7 @@ def run_case(name: str, on: Accelerator, size: str, seconds: float) -> Result:
 
 
 def write(file: Path, value: Any) -> None:
-    """Write the file in one step: it may be read at any time."""
+    """Write the file in one step, because it may be read at any time."""
     part = file.with_name(file.name + ".part")
     part.write_text(json.dumps(value, indent=1))
     os.replace(part, file)

@@ -1,9 +1,9 @@
-"""One stage of Megatron's own model, its fusions compiled, with the transfers of the fullest stage around it.
+"""One stage of Megatron's own model, with its compiled fusions and the transfers of the fullest stage.
 
-In: a device; needs megatron-core, and is skipped without it. Out, for a GPT of the GPT-3 kind and one of LLaMA's: which
-part of what a forward leaves allocated moves, by the allocator's own counters; whether gradients have the bits of a run
-without an engine, dropout on; and whether torch goes on asking the driver for memory over many rounds. The stage is
-Megatron's, the loop around it ours.
+Needs megatron-core, and is skipped without it. Reports, for a GPT-3 and a LLaMA model: the part of what a forward
+leaves allocated that moves, by the allocator's counters; whether gradients have the bits of a run without an engine,
+dropout on; and whether torch keeps asking the driver for memory over many rounds. The stage is Megatron's, the loop
+around it ours.
 """
 
 import importlib.util
@@ -24,11 +24,11 @@ from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, moved_bytes, 
 from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host
 
 MINIMUM_BYTES = 1 << 16
-# With less than this the schedule's bound means little: `--bpipe` counts micro-batches, and the rest of each stays.
+# With less, the schedule's bound means little: `--bpipe` counts micro-batches, and the rest of each stays.
 ENOUGH = 0.9
 SEED = 1234
 
-# Torch does here what Transformer Engine or Apex would do; what Megatron compiles by itself stays on.
+# Torch replaces Transformer Engine and Apex here; Megatron's own compilation stays on.
 COMMON = shlex.split("""
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-rope-fusion --vocab-size 512 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 3
@@ -53,7 +53,7 @@ class StageShape:
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's, of three such stages."""
+        """Return Megatron's flags for a model of three such stages."""
         sizes = {
             "num-layers": 3 * self.layers,
             "hidden-size": self.hidden,
@@ -81,7 +81,7 @@ SIZES = {
 
 
 class MegatronStage:
-    """An inner stage as the loop wants it.
+    """An inner stage, as the loop expects it.
 
     Its output ends in a weighted sum, so that only the graph holds what was computed.
     """
@@ -142,7 +142,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _half(until: float) -> float:
-    """Return the first model's share of the time that is left."""
+    """Return the first model's share of the remaining time."""
     now = time.monotonic()
     return now + (until - now) / 2
 
@@ -153,10 +153,9 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
     from megatron.scheduling.record import one_stage
 
     args = one_stage.parse(flags, ours.add_arguments)
-    # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them
-    # with.
+    # The second of three: no embedding, no loss. Gradients are summed but not reduced, because there are no replicas.
     with one_stage.chunks(args, 1) as (model,):
-        # Megatron's wrapper for data parallelism: its wheel has no types.
+        # Megatron's wrapper for data parallelism has no types.
         wrapped: Any = model
         with wrapped.no_sync():
             yield MegatronStage(args, model, device)
@@ -165,7 +164,7 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
 def _look(device: torch.device, stage: MegatronStage, sizes: Sizes, until: float, name: str, result: Result) -> None:
     plan = balanced(sizes.stages, sizes.microbatches)
     loop = loop_of(plan, 0, stage, stage.received)
-    # Functions are compiled, and compiled again for what they did not expect, with the first calls.
+    # With the first calls, functions are compiled, and recompiled for unexpected inputs.
     for microbatch in range(3):
         stage(stage.received(microbatch)).backward()
     _fraction(device, stage, sizes, name, result)
@@ -190,7 +189,7 @@ def _look(device: torch.device, stage: MegatronStage, sizes: Sizes, until: float
 
 
 def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: str, result: Result) -> None:
-    """Of what one forward leaves allocated, how much would leave."""
+    """Check which part of what a forward leaves allocated would be evicted."""
     begin = torch.accelerator.memory_allocated(device)
     received = stage.received(0)
     end = stage(received)
@@ -202,13 +201,12 @@ def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: st
     result.facts[name] = {"moved_bytes": moved, "left_bytes": left}
 
 
-def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
-    return sum(not torch.equal(first, second) for first, second in zip(some, others, strict=True))
+def differing(first_list: list[torch.Tensor], second_list: list[torch.Tensor]) -> int:
+    return sum(not torch.equal(first, second) for first, second in zip(first_list, second_list, strict=True))
 
 
 def _compiled() -> str:
-    """Return whether the fusions were compiled at all: a machine without a compiler may run them as they are
-    written."""
+    """Return how many functions were compiled: a machine without a compiler may run the fusions uncompiled."""
     from torch._dynamo.utils import counters
 
     frames = counters["frames"]

@@ -1,10 +1,9 @@
-"""What one stage after another really allocates, without and with balancing, against what its schedule says.
+"""The memory that each stage allocates, without and with balancing, compared with its schedule's prediction.
 
-In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked
-for more once the first iteration is over. The prediction: what is there before an iteration, what the schedule holds at
-each moment, and what one forward or backward needs on top while it runs, measured once with a single micro-batch. An
-acceptor's host buffers come from `cudaMalloc`, outside torch's allocator; they are read off the device's free memory
-and added.
+Reports `max_memory_allocated` of each stage's program with the prediction, and whether the driver is asked for more
+after the first iteration. The prediction has what exists before an iteration, what the schedule holds at each moment,
+and the temporary memory of a forward or backward, measured once with a single micro-batch. An acceptor's host buffers
+come from `cudaMalloc`, outside torch's allocator; they are read off the device's free memory and added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from tests.gpu.one_stage import GptStage, KeptLender, Shape, engine_of, lending,
 
 # The size of the driver's blocks, and the largest step by which torch's allocator rounds up.
 BLOCK_BYTES = 2 << 20
-# Several allocations of one moment may be rounded up, and libraries keep a workspace of a few MiB.
+# Several allocations at one moment may be rounded up, and libraries keep a workspace of a few MiB.
 TOLERANCE_BYTES = 8 << 20
 # Counters that must not change once a program is in its steady phase.
 STEADY = ("reserved_bytes.all.current", "segment.all.current", "segment.all.allocated", "num_alloc_retries", "num_ooms")
@@ -62,7 +61,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of one micro-batch: what its forward leaves, and what a forward and a backward need on top while they run."""
+    """Bytes of one micro-batch: what its forward leaves, and the temporary memory of its forward and its backward."""
 
     saved: int
     forward_extra: int
@@ -88,13 +87,13 @@ class Watch:
         self.seen[op.kind] = self._start, most_allocated(), allocated()
 
     def sent(self, op: Action) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def communicated(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def parts(self) -> Parts:
         _, forward_peak, held_bytes = self.seen[Kind.FORWARD]
@@ -103,7 +102,7 @@ class Watch:
 
 
 def measure_parts(stage: GptStage) -> Parts:
-    """Measure the parts of a micro-batch alone."""
+    """Measure the parts with a single micro-batch."""
     watch = Watch()
     loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received).run(watch)
     return watch.parts()
@@ -123,8 +122,7 @@ def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not
-    change."""
+    """Bytes of one stage's program, beyond what exists before an iteration; `steady`: counters that must not change."""
 
     measured: int
     predicted: int
@@ -137,10 +135,10 @@ class Peak:
 def peak_of(
     device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes
 ) -> Peak:
-    """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
+    """Run a stage for some iterations; return the peak of the last. `moved` sizes an acceptor's host buffers."""
     tidy(device)
     transfers = num_transfers(plan, rank)
-    # What the driver allocates with the first call should not count as ours.
+    # The driver's own allocations of the first call should not count as ours.
     lender_on(device).make(BLOCK_BYTES)[1].close()
     lender = KeptLender(device)
     transport: OneSidedCopies | None = None
@@ -174,7 +172,7 @@ def run(on: Accelerator, sizes: StageSizes, until: float) -> Result:
     device = on.device
     result = Result(ok=True)
     stage = GptStage(sizes.shape, device)
-    # Gradients, handles and workspaces are allocated with the first micro-batches.
+    # The first micro-batches allocate gradients, handles and workspaces.
     for _ in range(2):
         stage.alone()
     tidy(device)

@@ -1,8 +1,8 @@
 """The `nccl` transport with both ranks of a pair on one device: are the bytes and the gradients right?
 
-In: a device. Out: right or wrong. Nothing here is timed: two processes on one GPU take turns, and their messages go
-through loopback sockets, because each is a node of its own for NCCL. Rank 0 runs the program of the first stage and
-evicts, rank 1 that of the last one and hosts. The middle stages are not there.
+Nothing is timed: two processes on one GPU take turns, and their messages go through loopback sockets, because NCCL
+takes each for a separate node. Rank 0 runs the program of the first stage and evicts, rank 1 that of the last one and
+hosts. There are no middle stages.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result
-from tests.gpu.pair import EVICTOR, Found, Member, judge_engines, run_engine, run_pair
+from tests.gpu.pair import EVICTOR, Facts, Member, judge_engines, run_engine, run_pair
 from tests.gpu.streams import MODES
 
 
@@ -39,12 +39,12 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     return result
 
 
-def _part(member: Member, sizes: Sizes, until: float) -> Found:
+def _part(member: Member, sizes: Sizes, until: float) -> Facts:
     return {"engine": run_engine(member, member.connection.transport(), sizes, _together(sizes.iterations, until))}
 
 
 def _together(limit: int, until: float) -> Iterator[int]:
-    """As `repeats`, but both ranks stop after the same number: what one puts, the other has to host."""
+    """Yield as `repeats` does, but to both ranks the same number: the other rank has to host what one evicts."""
     for number in range(limit):
         go_on = torch.tensor(number < len(MODES) or time.monotonic() < until)
         dist.broadcast(go_on, EVICTOR)

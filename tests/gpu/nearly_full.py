@@ -1,10 +1,8 @@
-"""A GPU that is nearly full, which is what balancing is for: does the balanced program run in the memory that it needs,
-and can a lender lend?
+"""A GPU that is nearly full, for which balancing is made: does the balanced program fit, and can a lender lend?
 
-In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve:
-whether it runs there with the right bits, and that the program without balancing does not. And with torch's cache
-holding all but a little of the device: whether memory for host buffers, which is outside torch's allocator, can still
-be made.
+Limits torch's memory to what the balanced program of stage 0 was seen to reserve, and checks that it runs there with
+the right bits and that the unbalanced program does not. Then, with torch's cache holding all but a little of the
+device, checks that memory for host buffers, which is outside torch's allocator, can still be allocated.
 """
 
 from dataclasses import dataclass
@@ -25,8 +23,7 @@ class Sizes:
     Attributes:
         left_bytes: Memory that torch's cache leaves free on the device.
         lent_bytes: Memory that is requested then.
-        slack_bytes: Slack for torch's allocator, which requests blocks of up to 20 MiB: two pools may each have one that
-            is half used.
+        slack_bytes: Slack for torch's allocator, whose two pools may each have a half-used block of 20 MiB.
     """
 
     rows: int
@@ -93,16 +90,16 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     on.limit(None)
     engine.release()
     del expected
-    _lend_beside_a_full_cache(device, sizes, result)
+    _lend_with_a_full_cache(device, sizes, result)
     return result
 
 
-def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result) -> None:
+def _lend_with_a_full_cache(device: torch.device, sizes: Sizes, result: Result) -> None:
     """Torch caches what it freed, which the driver counts as used: a lender has to ask torch to return it."""
     tidy(device)
     cached = torch.accelerator.get_memory_info(device)[0] - sizes.left_bytes
-    kept = torch.empty(cached, dtype=torch.uint8, device=device)
-    del kept
+    cache = torch.empty(cached, dtype=torch.uint8, device=device)
+    del cache
     text = (
         f"{sizes.lent_bytes / 2**20:.0f} MiB with {sizes.left_bytes / 2**20:.0f} MiB free and "
         f"{cached / 2**20:.0f} MiB in torch's cache"

@@ -1,8 +1,7 @@
-"""One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are real.
+"""A single pipeline stage in plain torch: its neighbours are synthetic, its program and its engine are real.
 
-In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or
-without. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
-pipeline that has sent its output on.
+Runs iterations with an engine's calls around every operation, or without. A stage ends in a sum, so that only the graph
+holds what it computed, as in a pipeline that has sent its output on.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,13 +51,13 @@ def engine_of(
     synchronous: bool = False,
     **more: Any,
 ) -> Engine:
-    """`transport` is one transport, one for each other rank, or None."""
+    """Return an engine. `transport` is one transport, one for each other rank, or None."""
     transfers = TransferConfig(timeout_s=TIMEOUT_S, minimum_bytes=minimum_bytes, poison=poison, synchronous=synchronous)
     return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, transfers, **more))
 
 
 class OneWay:
-    """A partner that has told the lengths of its storages, and sends nothing else."""
+    """A partner that sends the lengths of its storages, and nothing else."""
 
     def __init__(self, stage: int, lengths: Sequence[int]) -> None:
         self._sizes = [[stage, [*lengths]]]
@@ -71,8 +70,7 @@ class OneWay:
 
 
 class KeptLender(DeviceMemory):
-    """Lends as `peer` does, and keeps what it lent, to look into it. `taken_bytes`: by how much the device's free
-    memory fell."""
+    """Lends as `peer` does, and keeps what it lent for inspection. `taken_bytes`: by how much free memory fell."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(Device(device))
@@ -89,7 +87,7 @@ class KeptLender(DeviceMemory):
 
 
 def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[int]) -> Peer:
-    """Return the acceptor's half of `peer` with nobody on the other side: it lends, and nothing comes."""
+    """Return the acceptor's half of `peer` without a partner: it lends, and nothing arrives."""
     return Peer(OneWay(stage, lengths), lender, *Device(device).lanes(TIMEOUT_S))  # type: ignore[arg-type]
 
 
@@ -98,7 +96,7 @@ def loop_of(
 ) -> Executor:
     """Return a rank's pipeline loop. `received(microbatch)` is what the previous stage would have sent."""
 
-    def part(microbatch: int, *from_nobody: torch.Tensor) -> torch.Tensor:
+    def part(microbatch: int, *unused: torch.Tensor) -> torch.Tensor:
         return stage(received(microbatch))
 
     return Executor(plan, rank, TorchStages({rank: part}), Alone())
@@ -136,7 +134,7 @@ class SmallStage:
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT stage: `recomputed` of its layers keep only their input and compute the rest again in the backward."""
+    """A GPT stage. `recomputed` of its layers keep only their input and recompute the rest in the backward."""
 
     layers: int
     hidden: int
@@ -174,7 +172,7 @@ class Layer(nn.Module):
 
 
 class GptStage:
-    """Layers in bf16. Its gradients are summed in place, so memory is the same in each iteration."""
+    """Layers in bf16. Gradients are summed in place, so memory is the same in each iteration."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape

@@ -1,15 +1,15 @@
-"""What balancing costs one stage: its computation with its program's transfers, against the same without, in turn.
+"""The cost of balancing one stage: its computation with and without its program's transfers, in turn.
 
-In: a device. Out: ratios with their spread, a row for each wait that was exposed, and what the link can do in the same
-run. The transfers go to pinned host memory by copy engines: that overlap is real on one GPU. Stage 0 of the pipeline
-runs alone and computes without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for;
-whole pipelines are faster or slower for other reasons.
+Reports ratios with their spread, a row for each exposed wait, and the link's speed in the same run. Copy engines
+transfer to pinned host memory, which really overlaps on one GPU. Stage 0 of the pipeline runs alone and computes
+without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for; whole pipelines are
+faster or slower for other reasons.
 
-On a late device the times of operations are declared: it tells exactly which waits are exposed, and none may be if its
-transfer could hide. A GPU measures them.
+On a late device, the durations of operations are given, so it tells exactly which waits are exposed, and none may be if
+its transfer could hide. A GPU measures them.
 
-How much a micro-batch moves is set by how many layers compute again in their backward and so keep only their input:
-once so much that a transfer could hide behind a forward at the measured bandwidth, and once everything.
+The bytes that a micro-batch moves depend on how many layers recompute and so keep only their input: once as many as a
+transfer can hide behind a forward at the measured bandwidth, and once all.
 """
 
 import time
@@ -27,7 +27,7 @@ from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.memory import num_transfers
 from bpipe.simulate.cost import required_bytes_per_s
 from bpipe.transport.streams import Clock
-from tests.gpu.accelerators import LATE, Accelerator, beside, join
+from tests.gpu.accelerators import LATE, Accelerator, join, on_stream
 from tests.gpu.common import (
     FULL,
     MODERATE,
@@ -59,7 +59,7 @@ class Sizes:
 
 
 # Numbers of micro-batches with which each load of the cool-down can run during a backward. With others, such as 16,
-# there is no memory before the backward that precedes its own is over: only a bubble, or more evictions, would hide it.
+# there is no memory before the previous backward has ended: only a bubble, or more evictions, would hide the load.
 SIZES = {
     FULL: Sizes(Shape(layers=4, hidden=8192, heads=64, sequence=2048), 8, 32, 7, 1 << 16, 1 << 30),
     MODERATE: Sizes(Shape(layers=2, hidden=2048, heads=16, sequence=1024), 8, 14, 3, 1 << 16, 64 << 20),
@@ -69,8 +69,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that leave of one micro-batch, the median seconds of a forward, and the bandwidth at which the transfer
-    hides behind the forward."""
+    """A micro-batch's moved bytes, the median seconds of a forward, and the bandwidth that hides the transfer."""
 
     moved: int
     forward_s: float
@@ -95,8 +94,8 @@ def link_rate(device: torch.device, nbytes: int, until: float) -> float:
     source, region, stream = random_bytes(nbytes, device), pinned_region(nbytes, device), torch.Stream(device)
 
     def copy(direction: Callable[[list[tuple[int, torch.Tensor]]], None]) -> None:
-        # A stream as a transfer has: CUDA's default stream takes no batches.
-        with beside(stream):
+        # Use a side stream, as a transfer does: CUDA's default stream takes no batches.
+        with on_stream(stream):
             direction([(0, source)])
         join(stream)
 
@@ -127,9 +126,9 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     tidy(device)
     layer = (whole.moved - inputs.moved) / shape.layers
     room = COMFORTABLE * link * whole.forward_s
-    kept = max(0, min(shape.layers, int((room - inputs.moved) / layer))) if layer > 0 else 0
+    num_kept = max(0, min(shape.layers, int((room - inputs.moved) / layer))) if layer > 0 else 0
     result.facts = {"link_bytes_per_s": link, "needs": {"all": vars(whole), "inputs": vars(inputs)}, "cases": []}
-    cases = [shape.layers - kept] if kept == shape.layers else [shape.layers - kept, 0]
+    cases = [shape.layers - num_kept] if num_kept == shape.layers else [shape.layers - num_kept, 0]
     for number, recomputed in enumerate(cases):
         part = begin + (until - begin) * (number + 1) / len(cases)
         result.facts["cases"].append(_case(on, replace(shape, recomputed=recomputed), sizes, link, part, result))
@@ -137,11 +136,11 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float, result: Result) -> dict[str, Any]:
-    """Measure one amount to move: without, with, and with synchronous transfers, in turn."""
+    """Measure one amount to move: without transfers, with them, and with synchronous ones, in turn."""
     device = on.device
     tidy(device)
     stage = GptStage(shape, device)
-    wants = need(device, stage, sizes.minimum_bytes)
+    needs = need(device, stage, sizes.minimum_bytes)
     plan = balanced(sizes.stages, sizes.microbatches)
     loop = loop_of(plan, 0, stage, stage.received)
     asynchronous, synchronous = (
@@ -162,15 +161,15 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
     waits, elapsed_s = _exposed(device, loop, asynchronous)
     asynchronous.release()
     synchronous.release()
-    fits = wants.bytes_per_s <= link
+    fits = needs.bytes_per_s <= link
     title = (
         f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"
     )
     transfers = num_transfers(plan, 0)
     result.row(
         title,
-        f"{wants.moved / 2**20:.4g} MiB per transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
-        f"{wants.bytes_per_s / 1e9:.4g} GB/s of {link / 1e9:.4g}; {transfers.evictions} evictions and "
+        f"{needs.moved / 2**20:.4g} MiB per transfer, forward {needs.forward_s * 1e3:.4g} ms: needs "
+        f"{needs.bytes_per_s / 1e9:.4g} GB/s of {link / 1e9:.4g}; {transfers.evictions} evictions and "
         f"{transfers.loads} loads per iteration, {num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} "
         "host buffers",
     )
@@ -189,9 +188,9 @@ def _case(on: Accelerator, shape: Shape, sizes: Sizes, link: float, until: float
         result.row(f"{title}: exposed waits of one iteration", exposed)
     return {
         "recomputed_layers": shape.recomputed,
-        "moved_bytes": wants.moved,
-        "forward_s": wants.forward_s,
-        "needed_bytes_per_s": wants.bytes_per_s,
+        "moved_bytes": needs.moved,
+        "forward_s": needs.forward_s,
+        "needed_bytes_per_s": needs.bytes_per_s,
         "iteration_s": taken,
         "ratios": {name: spread.facts() for name, spread in spreads.items()},
         "exposed_s": exposed_s,

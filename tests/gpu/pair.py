@@ -1,8 +1,8 @@
-"""Two processes on the one device, a pair: rank 0 evicts, rank 1 hosts, and the middle stages are not there.
+"""A pair of processes on one device: rank 0 evicts, rank 1 hosts, and there are no middle stages.
 
-In: a device, a transport, and the function that each process runs once they are connected. Out: both results. Also the
-engines of a pair, each compared with the same stage without one: each process makes its own stage's inputs. Nothing
-here is timed, because two processes on one GPU take turns.
+Returns the results of a function that each process runs once they are connected. Also runs the engines of a pair, each
+compared with the same stage without one: each process makes its own stage's inputs. Nothing is timed, because two
+processes on one GPU take turns.
 """
 
 import json
@@ -31,12 +31,12 @@ from tests.gpu.streams import MODES, late_lanes
 
 EVICTOR, LENDER = 0, 1
 
-Found = dict[str, Any]
+Facts = dict[str, Any]
 
 
 @dataclass
 class Member:
-    """One process of the pair. `connection` is the one that ends with the process; `connect` makes another."""
+    """One process of the pair. `connection` ends with the process; `connect` makes another."""
 
     rank: int
     on: Accelerator
@@ -44,11 +44,11 @@ class Member:
     connect: Callable[[], Connection]
 
 
-Part = Callable[[Member, Any, float], Found]
+Part = Callable[[Member, Any, float], Facts]
 
 
-def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Found]:
-    """Run `part` in two processes; return both results, the evictor's first, and the transport that they agreed on."""
+def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Facts]:
+    """Run `part` in two processes; return both results, the evictor's first, with the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # A process that has used its device cannot be forked; one that has only imported torch can.
@@ -117,7 +117,7 @@ class EngineSizes(Protocol):
     def width(self) -> int: ...
 
 
-def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
+def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Facts:
     """Run this process's stage of the pair, and compare each iteration with one without an engine."""
     on = member.on
     plan = balanced(sizes.stages, sizes.microbatches)

@@ -1,6 +1,5 @@
 """A layer that runs in parts on two streams, as in Megatron's combined 1F1B, for one micro-batch or for two at once.
 
-In: a weight, streams, and the stage's input. Out: its output, later its input's gradient, and the pieces of its graph.
 The parts, their order and their waits are those of megatron-core 0.19.2 (`TransformerLayerSchedulePlan.run`); the layer
 is our own: an exchange of experts is a computation on a second stream. Tensors are detached between parts, and the
 input of `combine` is freed after it.
@@ -83,7 +82,7 @@ class LayerPlan:
         def combined() -> None:
             hidden = passed.pop("e")
             passed["c"] = self.combine.forward(hidden, received)
-            # The exchange's input is no longer needed: `combine` saves only its output.
+            # The exchange's input is no longer needed, because `combine` saves only its output.
             hidden.record_stream(self._exchange)
             hidden.untyped_storage().resize_(0)
 
@@ -98,7 +97,7 @@ class LayerPlan:
     def backwards(self, gradient: torch.Tensor | None, leave: Callable[[torch.Tensor], None]) -> Steps:
         """Return the steps of the backward, last part first; `leave` takes the gradient of the stage's input."""
         passed: list[torch.Tensor | None] = [gradient]
-        beside: list[torch.Tensor | None] = []
+        residuals: list[torch.Tensor | None] = []
 
         def last() -> None:
             output = self.loss.output
@@ -108,18 +107,18 @@ class LayerPlan:
         def combined() -> None:
             assert passed[0] is not None
             passed[0], residual = self.combine.backward(passed[0])
-            beside.append(residual)
+            residuals.append(residual)
 
         def of(part: Part) -> Callable[[], None]:
-            def back() -> None:
+            def step() -> None:
                 assert passed[0] is not None
                 (passed[0],) = part.backward(passed[0])
 
-            return back
+            return step
 
         def first() -> None:
             of(self.attention)()
-            gradient, residual = passed[0], beside.pop()
+            gradient, residual = passed[0], residuals.pop()
             if gradient is not None and residual is not None:
                 # The residual's gradient was made on the stream of exchanges.
                 residual.record_stream(self._compute)

@@ -1,9 +1,8 @@
 """`peer` between two processes on one device: bytes written to the other's memory and read back, and the engine on top.
 
-In: a device. Out: whether every byte and every gradient is right. Nothing here is timed: two processes on one GPU take
-turns. Rank 0 is the evictor and does all the copying. Rank 1 lends memory, looks into it at the end of the rounds, and
-then runs the program of the last stage, which hosts. The middle stages are not there: each process makes its own
-stage's inputs.
+Reports whether every byte and every gradient is right. Nothing is timed: two processes on one GPU take turns. Rank 0 is
+the evictor and does all the copying. Rank 1 lends memory, inspects it at the end of the rounds, and then runs the
+program of the last stage, which hosts. There are no middle stages: each process makes its own stage's inputs.
 """
 
 import time
@@ -18,7 +17,7 @@ from bpipe.transport.streams import Streams, synchronize
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, random_bytes, repeats
 from tests.gpu.one_stage import TIMEOUT_S, KeptLender
-from tests.gpu.pair import EVICTOR, Found, Member, judge_engines, run_engine, run_pair
+from tests.gpu.pair import EVICTOR, Facts, Member, judge_engines, run_engine, run_pair
 from tests.gpu.streams import MODES, late_lanes
 
 POISON = 0xFF
@@ -67,11 +66,11 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     return result
 
 
-def _part(member: Member, sizes: Sizes, until: float) -> Found:
+def _part(member: Member, sizes: Sizes, until: float) -> Facts:
     # One after the other, each with its share of the time.
     begin = time.monotonic()
     facts = _rounds(member, sizes, begin + (until - begin) / 3)
-    # The two need not stop together: the copies are all the evictor's.
+    # The two need not stop together, because the evictor does all the copies.
     rounds = repeats(sizes.iterations, until, least=len(MODES))
     return {**facts, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
 
@@ -81,19 +80,19 @@ def _part(member: Member, sizes: Sizes, until: float) -> Found:
 
 
 def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """Return the tensors of a round: the same numbers in both processes."""
+    """Return the tensors of a round, with the same numbers in both processes."""
     return [random_bytes(length, device, number) for length in lengths]
 
 
-def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
-    """Put and get, hundreds of times; at the end the lender checks what is left in every host buffer."""
+def _rounds(member: Member, sizes: Sizes, until: float) -> Facts:
+    """Put and get hundreds of times; at the end the lender checks the contents of every host buffer."""
     on, device = member.on, member.on.device
     lender = KeptLender(device)
     lanes = late_lanes(on, TIMEOUT_S)
     transport = Peer(member.connection.control, lender, *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
-    facts: Found = {}
+    facts: Facts = {}
     if member.rank == EVICTOR:
         transport.reach(layout)
         transport.announce(lengths).wait()
@@ -127,7 +126,7 @@ def _last_number(buffer: int) -> int:
 
 
 class _Ring:
-    """Host buffers in turn: each content is read back and compared just before its buffer is used again."""
+    """Host buffers in turn: each content is read back and compared just before its buffer is reused."""
 
     def __init__(self, on: Accelerator, transport: Transport, sizes: Sizes) -> None:
         self._on, self._device = on, on.device
@@ -136,7 +135,7 @@ class _Ring:
         self._sizes = sizes
         self._number = 0
         self._holding: dict[int, tuple[int, tuple[int, ...]]] = {}
-        # Counted on the device: nothing in a round waits for the host.
+        # Counted on the device, so that nothing in a round waits for the host.
         self._wrong = torch.zeros((), dtype=torch.int64, device=on.device)
         self._compared = 0
 

@@ -1,7 +1,6 @@
-"""Whole pipelines on one device: each rank has its own stream, one thread issues the work of all, and activations are
-evicted to pinned host memory.
+"""Whole pipelines on one device, each rank on its own stream, with evictions to pinned host memory.
 
-In: a device. Out: of each schedule, whether every gradient has the bits of the model in one piece, computed there too.
+Reports for each schedule whether every gradient has the bits of the model in one piece, computed on the device, too.
 Messages are copies that wait for an event. The effects of several devices and of a process group are tested with late
 devices (`tests.late.pipeline`) and on a node of GPUs.
 """
@@ -26,7 +25,7 @@ from tests.gpu.one_stage import engine_of
 from tests.gpu.streams import MODES, late_to_host
 from tests.late.cases import SCHEDULES
 
-# A stage and its rank: with two pipes a stage is on two ranks.
+# A rank and a stage: with two pipes, a stage is on two ranks.
 Place = tuple[int, int]
 Box = dict[int, tuple[Tensors, Any]]
 
@@ -53,7 +52,7 @@ class Mail:
         self._rank, self._box = rank, box
 
     def post(self, message: Message) -> None:
-        """Its memory is made when it comes."""
+        """Do nothing: memory is allocated when the message arrives."""
 
     def send(self, message: Message, tensors: Tensors) -> None:
         self._box[message.value] = tensors, torch.accelerator.current_stream().record_event()
@@ -78,7 +77,7 @@ class Mail:
 
 
 class Model:
-    """A stage is a layer; the first draws its input, the last makes a loss of the micro-batch."""
+    """A model whose stages are layers; the first draws its input, and the last computes a loss of the micro-batch."""
 
     def __init__(self, num_stages: int, sizes: Sizes, on: Accelerator) -> None:
         shape = sizes.width, sizes.width
@@ -93,7 +92,7 @@ class Model:
         return output if stage + 1 < len(self.weights) else (output * (microbatch + 1)).square().mean()
 
     def alone(self, microbatch: int) -> list[torch.Tensor]:
-        """Return, by stage, the gradient of one micro-batch."""
+        """Return the gradient of one micro-batch by stage."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
         tensors: Tensors = ()
         for stage, weight in enumerate(weights):
@@ -148,14 +147,16 @@ class Rank:
 def take_turns(ranks: Sequence[Rank]) -> None:
     """Run one iteration of all ranks."""
     walks = [rank.walk() for rank in ranks]
-    ahead = {rank: next(walk, None) for rank, walk in zip(ranks, walks, strict=True)}
-    while any(ahead.values()):
-        going = [
-            number for number, rank in enumerate(ranks) if (instruction := ahead[rank]) and rank.mail.can(instruction)
+    next_instructions = {rank: next(walk, None) for rank, walk in zip(ranks, walks, strict=True)}
+    while any(next_instructions.values()):
+        ready = [
+            number
+            for number, rank in enumerate(ranks)
+            if (instruction := next_instructions[rank]) and rank.mail.can(instruction)
         ]
-        assert going, f"all wait: {', '.join(map(str, ahead.values()))}"
-        for number in going:
-            ahead[ranks[number]] = next(walks[number], None)
+        assert ready, f"all wait: {', '.join(map(str, next_instructions.values()))}"
+        for number in ready:
+            next_instructions[ranks[number]] = next(walks[number], None)
 
 
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
@@ -176,11 +177,11 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
             take_turns(ranks)
             synchronize(on.device)
         expected = summed(schedule, parts, count)
-        gradients = {where: weight.grad for rank in ranks for where, weight in rank.weights.items()}
+        gradients = {weight_place: weight.grad for rank in ranks for weight_place, weight in rank.weights.items()}
         wrong = [
-            where
-            for where, gradient in gradients.items()
-            if gradient is None or not torch.equal(gradient, expected[where])
+            weight_place
+            for weight_place, gradient in gradients.items()
+            if gradient is None or not torch.equal(gradient, expected[weight_place])
         ]
         moved = sum(sum(rank.engine.moved_bytes.values()) for rank in ranks)
         text = f"{len(wrong)} of {len(gradients)} gradients differ after {count} iterations"

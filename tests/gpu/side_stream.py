@@ -1,16 +1,17 @@
 """Activations that a forward allocated on a second stream, evicted and loaded.
 
-In: a device. Out: how many micro-batches compute something wrong: without an engine, with one that knows of that stream
-(`EngineConfig.beside`), and with one that does not. A storage that was brought back belongs to the compute stream's
-memory, whoever allocated it first. Once the node that reads it has been issued, autograd frees it; a computation of the
-compute stream may take the memory at once, while the other stream is still reading. Megatron's shared expert overlap is
-of this kind. Wrong values are expected if nobody noted the stream, and count as no failure.
+Reports how many micro-batches compute something wrong: without an engine, with one that knows the stream
+(`EngineConfig.beside`), and with one that does not. A storage that was loaded belongs to the compute stream's memory,
+whichever stream allocated it first. Autograd frees it once the node that reads it has been issued, and a computation of
+the compute stream may take the memory at once, while the other stream is still reading. Megatron's shared expert
+overlap is of this kind. Wrong values are expected if the engine does not know the stream, and do not count as a
+failure.
 
     forward   side: scaled = received * 1.5      compute: busy      side: hidden = sin(scaled), saved
     backward  side: late, then reads hidden      compute: busy takes memory and fills it      side: scaled's
 
-Autograd makes compute wait for the side stream only when a gradient crosses over, and that is after `busy`: both ends
-of the side's half are on the side stream.
+Autograd makes compute wait for the side stream only when a gradient crosses over, after `busy`: both ends of the side's
+half are on the side stream.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.schedule.memory import num_transfers
 from bpipe.transport.streams import synchronize
-from tests.gpu.accelerators import Accelerator, beside, join
+from tests.gpu.accelerators import Accelerator, join, on_stream
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
 from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host
 
@@ -48,7 +49,7 @@ SIZES = {FULL: Sizes(4 << 20, 20, 5e-3), MODERATE: Sizes(4 << 20, 4, 5e-3), SMAL
 
 
 class _Aside(torch.autograd.Function):
-    """Runs on the side stream, in the backward too: autograd remembers the stream of the forward."""
+    """Runs on the side stream, also in the backward: autograd remembers the stream of the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: Stage) -> torch.Tensor:
@@ -66,8 +67,7 @@ class _Aside(torch.autograd.Function):
 
 
 class _Busy(torch.autograd.Function):
-    """Runs on the compute stream: its backward allocates memory of that size, fills it with values that spoil any sum,
-    and frees it."""
+    """Runs on the compute stream: its backward allocates memory of that size, fills it with NaN, and frees it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -76,13 +76,13 @@ class _Busy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        # Several: whichever free block of this size the allocator gives first.
+        # Several, because the allocator may return any free block of this size.
         [torch.full(ctx.shape, torch.nan, device=gradient.device) for _ in range(TAKEN)]
         return gradient.expand(ctx.shape)
 
 
 class Stage:
-    """A stage of which one half runs on a second stream.
+    """A stage half of which runs on a second stream.
 
     Attributes:
         seen: What each backward of that half read, in order.
@@ -96,11 +96,11 @@ class Stage:
         self.side = torch.Stream(on.device)
 
     def __call__(self, received: torch.Tensor) -> torch.Tensor:
-        with beside(self.side):
+        with on_stream(self.side):
             scaled = received * 1.5
         busy = _Busy.apply(received)
-        # Made last, so its backward is issued first; then that of `busy`, and that of `scaled` at the end.
-        with beside(self.side):
+        # Made last, so its backward is issued first, then that of `busy`, and that of `scaled` at the end.
+        with on_stream(self.side):
             aside = _Aside.apply(scaled, self)
         del scaled
         join(self.side)
@@ -154,4 +154,4 @@ def _seen_of(device: torch.device, loop: Executor, stage: Stage) -> Callable[[En
 
 
 def _wrong(seen: list[float], expected: list[float]) -> int:
-    return sum(actual != wanted for actual, wanted in zip(seen, expected, strict=True))
+    return sum(actual != expected_value for actual, expected_value in zip(seen, expected, strict=True))

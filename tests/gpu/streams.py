@@ -1,8 +1,7 @@
-"""The engine's order of streams, over many iterations in which forwards or copies come late, memory is poisoned and
-reused.
+"""The engine's order of streams, in many iterations with late forwards or copies and poisoned, reused memory.
 
-In: a device. Out: whether every gradient has the bits of a run without an engine; and, with one wait of the protocol
-taken out at a time, how many iterations show it. The host buffers are in pinned host memory. Nothing here is timed.
+Reports whether every gradient has the bits of a run without an engine; and, with one wait of the protocol removed at a
+time, how many iterations show it. The host buffers are in pinned host memory. Nothing is timed.
 """
 
 import os
@@ -20,7 +19,7 @@ from tests.gpu.common import FULL, MODERATE, SMALL, Result, repeats
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
 from tests.gpu.waits import WAITS, Wait
 
-# What comes late, forwards or copies, iteration after iteration.
+# What comes late in each iteration: forwards, copies.
 MODES = ((True, False), (False, True), (True, True), (False, False))
 
 
@@ -70,7 +69,7 @@ def late_to_host(on: Accelerator) -> HostMemory:
 
 
 class Stage0:
-    """Stage 0 of the balanced schedule, its engine, and the gradient it must have."""
+    """Stage 0 of the balanced schedule, its engine, and the expected gradient."""
 
     def __init__(self, on: Accelerator, sizes: Sizes) -> None:
         self._on = on
@@ -91,7 +90,7 @@ class Stage0:
         return torch.equal(self.gradient(self.engine), self.expected)
 
     def start_over(self) -> None:
-        """Make a new engine, after one whose waits were missing."""
+        """Make a new engine after one whose waits were missing."""
         self.engine.release()
         self.engine = self._engine()
 
@@ -114,7 +113,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.facts = {"iterations": count, "differing": wrong, "without": {}}
     for wait in WAITS:
         _without(wait, stage, on, sizes, result)
-    # The wait that was taken out is back.
+    # The removed wait is back.
     stage.start_over()
     on.come_late(False, False, 0)
     whole = stage.right()
@@ -133,8 +132,8 @@ def _without(wait: Wait, stage: Stage0, on: Accelerator, sizes: Sizes, result: R
     name, text = f"without {wait.number} ({wait.what})", f"caught in {caught} of {count} iterations"
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections == "1" or (connections and on.name == LATE):
-        # Streams that share a queue can be ordered by chance where the code orders nothing: one queue for all, or a late
-        # device's, which has no more of them than this.
+        # Streams that share a queue may be ordered by chance where the code orders nothing: if there is one queue, or
+        # on a late device with no more queues than this.
         result.row(name, text)
     else:
         result.check(name, 2 * caught > count, text)

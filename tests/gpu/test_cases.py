@@ -1,7 +1,7 @@
-"""Every case, on the device that was asked for.
+"""Every case on the requested device.
 
-On late devices with small sizes, most in this process. On a GPU as scripts/gpu_check.py runs its steps, with moderate
-sizes. What they say of speed is not judged here, only that they work, and on late devices which waits are exposed.
+On late devices, cases run with small sizes, most of them in this process; on a GPU, as scripts/gpu_check.py runs its
+steps, with moderate sizes. Speed is not checked, but on late devices exposed waits are.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LONGEST_S = 200.0
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    """A late device, and what is looked for in few iterations."""
+    """Return a late device, with few iterations."""
     fewer = replace(streams.SIZES[SMALL], iterations=4, iterations_without_a_wait=2)
     monkeypatch.setitem(streams.SIZES, SMALL, fewer)
     return accelerator(LATE)
@@ -36,7 +36,7 @@ def values(result: Result) -> dict[str, str]:
     return dict(result.rows)
 
 
-def found(name: str) -> Result:
+def result_of(name: str) -> Result:
     if CASES[name].own_process:
         return isolated(name, LATE, SMALL, LONGEST_S, {})
     return run_case(name, accelerator(LATE), SMALL, LONGEST_S)
@@ -49,13 +49,13 @@ JUDGED = [
     for name, case in CASES.items()
     if not case.needs_gpu
 ]
-# A late device's times are declared: which waits they expose is judged.
+# Exposed waits are checked, because a late device's durations are given.
 TIMED = ("overhead",)
 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_case_is_right(name: str) -> None:
-    result = found(name)
+    result = result_of(name)
     assert result.ok is True, (result.rows, result.failure, result.skipped)
     assert name in TIMED or not any("/s" in value or " GB" in value for value in values(result).values())
     if name in EXPECTED:
@@ -72,7 +72,7 @@ def _peer(result: Result) -> None:
 
 
 def _memory(result: Result) -> None:
-    """Exact to the byte: a late device counts as torch's allocator does, and no library has a workspace there."""
+    """The bytes are exact: a late device counts as torch's allocator does, and no library has a workspace there."""
     stages = result.facts["stages"]
     assert len(stages) == 8
     assert [stage["measured"] - stage["predicted"] for stage in stages] == [0] * 8
@@ -84,15 +84,15 @@ def _memory(result: Result) -> None:
 def _halves(result: Result) -> None:
     facts = result.facts["Megatron's layers"]
     assert facts["gradients"] > 8
-    # 16 numbers a hidden one, in 16 bit.
+    # 16 numbers per hidden number, in 16 bits.
     assert facts["waiting_bytes"] == 16 * 16 * 32 * 2
 
 
 def _overhead(result: Result) -> None:
-    """Three loads of the cool-down were in bubbles, which a single stage does not have: each was fully exposed."""
+    """Three loads of the cool-down were in bubbles, which a single stage does not have, and were fully exposed."""
     (case,) = result.facts["cases"]
     assert case["waits"] == []
-    # A difference of two times on a running clock is rounded in its last bit.
+    # The difference of two times on a running clock is rounded in its last bit.
     assert case["ratios"]["with"]["high"] == pytest.approx(1.0, rel=1e-12)
     assert case["ratios"]["synchronous"]["low"] > 1.0
 
@@ -114,8 +114,8 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.needs_gpu])
 def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
-    """A slip in one of the script's lines must not cost time on a GPU."""
-    result = found(name)
+    """A typo in the script must not cost time on a GPU."""
+    result = result_of(name)
     assert result.rows or result.skipped
     assert result.ok is not False, (result.rows, result.failure)
 
@@ -142,7 +142,7 @@ def test_a_step(name: str, gpu_check: ModuleType) -> None:
 
 
 def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case must find wrong gradients if there are some."""
+    """The case must report wrong gradients if there are some."""
     (wait,) = (candidate for candidate in streams.WAITS if candidate.number == "[7]")
     monkeypatch.setattr(streams, "WAITS", ())
     with wait.taken_out():
@@ -178,7 +178,7 @@ def test_overhead_names_each_wait_that_is_exposed(on: Accelerator, monkeypatch: 
 
 
 def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It once synchronised inside, and showed no traceback until the device was done, if ever."""
+    """It once synchronized inside, and showed no traceback until the device was done, if ever."""
     monkeypatch.setattr(Engine, "abandon", lambda engine: abandon.synchronize(on.device))
     result = run_case("abandon", on, SMALL, LONGEST_S)
     assert result.ok is False

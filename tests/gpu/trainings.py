@@ -1,10 +1,9 @@
 """Megatron's trainer with all ranks on one device: trainings are compared with one another, to the last bit.
 
-In: a device, and the name of a group of trainings; needs megatron-core and pytest, some also Transformer Engine, and is
-skipped without them. Out: for each training whether its results equal those that it is compared with, and for the group
-`true_size` also whether its memory is as predicted, and whether balancing cures an out of memory. On a GPU the ranks
-share it (--bpipe-share-gpus), with real NCCL through loopback sockets. As a program it is a rank:
-`python tests/gpu/trainings.py DEVICE CASES FOLDER`.
+Needs megatron-core and pytest, for some groups also Transformer Engine, and is skipped without them. Reports for each
+training whether its results equal those that it is compared with, and for the group `true_size` also whether its memory
+is as predicted and whether balancing cures an out of memory. On a GPU the ranks share it (--bpipe-share-gpus), with
+real NCCL through loopback sockets. As a program it is a rank: `python tests/gpu/trainings.py DEVICE CASES FOLDER`.
 """
 
 import functools
@@ -25,7 +24,7 @@ from tests.gpu.common import FULL, MODERATE, SMALL, Result, Spread
 LIMIT = "limit_bytes"
 # Allowed relative differences between losses if sums are split: in 16 bits, and in 32.
 NEAR = {CUDA: 2e-3, LATE: 1e-5}
-# Without these a GPU may add the same numbers in another order each time.
+# Without these, a GPU may sum the same numbers in another order each time.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -51,7 +50,7 @@ LLAMA = """
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 BALANCED = "--bpipe --bpipe-timeout 60"
-# Weights alone: with another placement, the optimizer state is on another rank.
+# Load only weights: with another placement, the optimizer state is on another rank.
 BEGUN = "--load {folder}/begun --finetune --no-load-rng"
 BEGIN = "begun"
 # Two eager iterations, then one that is captured and replayed for the rest.
@@ -197,8 +196,8 @@ def run(on: Accelerator, sizes: Sizes, until: float, name: str) -> Result:
             # A late device has no pinned memory for a checkpoint.
             launch.train({BEGIN: rest.pop(BEGIN)}, device="cpu")
         launch.train(rest)
-        for training, described in group.trainings.items():
-            launch.compare(training, described, result)
+        for training, comparison in group.trainings.items():
+            launch.compare(training, comparison, result)
         if name == "true_size":
             launch.judge_memory(result)
         if name == "captured":
@@ -233,8 +232,8 @@ class Launch:
         device = (ENGINE_LAYERS if self.group.engine else OWN_LAYERS) if self.on.name == CUDA else ""
         small = "--vocab-size 127" if self.sizes.small else ""
         moved = "--bpipe-min-bytes 1024" if self.sizes.small and "--bpipe " in f"{training.flags} " else ""
-        every = f"{COMMON} {shape} {device} {self.group.flags} {small} {moved} {training.flags}"
-        return [flag.format(folder=self.folder) for flag in every.split()]
+        flags = f"{COMMON} {shape} {device} {self.group.flags} {small} {moved} {training.flags}"
+        return [flag.format(folder=self.folder) for flag in flags.split()]
 
     def train(
         self,
@@ -309,7 +308,7 @@ class Launch:
         """Return the most bytes allocated and reserved by torch on the fullest rank, from the second iteration on."""
         files = [self.folder / f"{name}.memory{rank}.json" for rank in range(self.group.world)]
         pairs = [pair for file in files for pair in json.loads(file.read_text())[1:]]
-        return max(given_out for given_out, _ in pairs), max(reserved for _, reserved in pairs)
+        return max(allocated for allocated, _ in pairs), max(reserved for _, reserved in pairs)
 
     def measure_captures(self, result: Result) -> None:
         """Report torch's reserved memory and the time of replays, with and without transfers in their graphs."""
@@ -336,7 +335,7 @@ class Launch:
         (needed, _), (balanced, reserved) = self.peaks("stock"), self.peaks(CURE)
         sizes = f"{needed / 2**20:.1f}; with {CURE} {balanced / 2**20:.1f} ({reserved / 2**20:.1f} reserved)"
         result.row("fullest rank, MiB", sizes)
-        # Less than stock needs; the rest is for gaps that the allocator cannot fill.
+        # Less than stock needs; the difference is for gaps that the allocator cannot fill.
         limit = needed - (needed - balanced) // 8
         trainings = self.group.trainings
         self.train({"stock": trainings["stock"]}, limit, STOCK_LIMITED)
@@ -367,7 +366,7 @@ def main(device: str, cases: str, folder: str) -> None:
     if device == LATE:
         from tests.late import stand_in
 
-        # A forked process has done this.
+        # A forked process has already done this.
         if "megatron" not in sys.modules:
             stand_in.install()
     import torch

@@ -1,8 +1,8 @@
 """Several trainings in one process over `peer`: each returns its resources, and the next one is right.
 
-In: a device. Out: whether every gradient is right in each training, whether the device has as much free memory after
-each as after the first, and whether torch computes as before. The pair is two processes on one device. Resources that
-a training left open broke the next one: on an H200 a mapping or a kernel failed with "resource already mapped".
+Checks that every gradient is right in each training, that the device has as much free memory after each as after the
+first, and that torch computes as before. The pair is two processes on one device. Resources that a training left open
+broke the next one: on an H200, a mapping or a kernel failed with "resource already mapped".
 """
 
 import torch
@@ -13,7 +13,7 @@ from bpipe.transport.streams import synchronize
 from tests.gpu import peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result, drawn, repeats
-from tests.gpu.pair import Found, Member, run_engine, run_pair
+from tests.gpu.pair import Facts, Member, run_engine, run_pair
 
 TRAININGS = 3
 ITERATIONS = 2
@@ -28,7 +28,7 @@ def run(on: Accelerator, sizes: peer.Sizes, until: float) -> Result:
     return result
 
 
-def judge(evictor: Found, lender: Found, result: Result) -> None:
+def judge(evictor: Facts, lender: Facts, result: Result) -> None:
     """Check the results of both processes."""
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     lent_bytes = lender["trainings"][0]["host_buffer_bytes"]
@@ -49,7 +49,7 @@ def judge(evictor: Found, lender: Found, result: Result) -> None:
     result.check("memory was lent", lent_bytes > 0, f"{lent_bytes} B")
 
 
-def _part(member: Member, sizes: peer.Sizes, until: float) -> Found:
+def _part(member: Member, sizes: peer.Sizes, until: float) -> Facts:
     device = member.on.device
     expected = _computed(device)
     trainings, free_bytes, connection = [], [], member.connection

@@ -1,7 +1,6 @@
-"""What is installed here, and whether torch and the CUDA runtime that lends memory use the same device.
+"""Installed versions, and whether torch and the CUDA runtime that lends memory use the same device.
 
-In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for
-an allocator, whether it is the one in use. Knows no schedule.
+Reports versions, the current device of each runtime, and, if the environment selects an allocator, whether it is used.
 """
 
 import ctypes
@@ -39,23 +38,23 @@ def run(on: Accelerator, sizes: None, until: float) -> Result:
     result.row("compiler for torch.compile", _compiler())
     result.row("devices", on.described())
     _same_device(on, result)
-    wanted = os.environ.get(ALLOCATOR, "")
+    configured = os.environ.get(ALLOCATOR, "")
     in_use = on.allocator()
     result.facts["allocator"] = in_use
-    if wanted:
-        result.check(f"allocator under {wanted}", in_use in wanted, in_use)
+    if configured:
+        result.check(f"allocator under {configured}", in_use in configured, in_use)
     return result
 
 
 def device_of_runtime(device_type: str) -> int:
-    """Return the device that is current in the runtime by which memory is lent."""
+    """Return the current device of the runtime that lends memory."""
     number = ctypes.c_int(-1)
     status = runtime(device_type)._library.cudaGetDevice(ctypes.byref(number))
     return number.value if status == 0 else -status
 
 
 def device_of_bindings() -> str:
-    """Return the same for the package of bindings, which brings its own runtime; nothing here uses it."""
+    """Return the same for the package of bindings, which has its own runtime that is not used here."""
     try:
         from cuda.bindings import runtime as bindings
     except ImportError as error:
@@ -65,9 +64,9 @@ def device_of_bindings() -> str:
 
 
 def _same_device(on: Accelerator, result: Result) -> None:
-    """One process may hold several CUDA runtimes: lent memory must lie on the device that torch calls current.
+    """One process may hold several CUDA runtimes: lent memory must be on torch's current device.
 
-    With one GPU all can only answer 0. With more, the last one is made current and each is asked again.
+    With one GPU, all can only answer 0. With more, the last one is made current and each is asked again.
     """
     here = torch.accelerator.current_device_index()
     for index in sorted({here, torch.accelerator.device_count() - 1}):

@@ -1,7 +1,4 @@
-"""Each wait of the protocol, and the same code without it.
-
-In: nothing. Out: context managers that take a wait out, by its number in `bpipe/runtime/evictor.py`.
-"""
+"""Each wait of the protocol, and context managers that remove it, by its number in `bpipe/runtime/evictor.py`."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +13,7 @@ from bpipe.transport.streams import Done, Job, Pending, StreamLane, Streams, cur
 
 
 def without_compute(direction: str) -> AbstractContextManager[Any]:
-    """A side stream is entered without waiting for compute: [1] `outbound`, [5] `inbound`."""
+    """Enter a side stream without waiting for compute: [1] `outbound`, [5] `inbound`."""
 
     @contextlib.contextmanager
     def only_the_stream(self: Streams) -> Iterator[None]:
@@ -27,7 +24,7 @@ def without_compute(direction: str) -> AbstractContextManager[Any]:
 
 
 def without_the_end_of(state: ActivationsState) -> AbstractContextManager[Any]:
-    """The transfer that leads to this state is not waited for: [3] `AWAY`, [7] `HERE`."""
+    """Do not wait for the transfer that leads to this state: [3] `AWAY`, [7] `HERE`."""
     finish = Evictor._finish
 
     def unwaited(self: Evictor, activations: Activations, wanted: ActivationsState) -> None:
@@ -39,7 +36,7 @@ def without_the_end_of(state: ActivationsState) -> AbstractContextManager[Any]:
 
 
 def without_the_last_copy() -> AbstractContextManager[Any]:
-    """[8] A copy does not wait for the last one of its host buffer."""
+    """[8] Let a copy not wait for the last one of its host buffer."""
     run = StreamLane.run
 
     def unordered(self: StreamLane, job: Job, after: Sequence[Pending] = ()) -> Pending:
@@ -49,13 +46,13 @@ def without_the_last_copy() -> AbstractContextManager[Any]:
 
 
 def without_the_last_transfer() -> AbstractContextManager[Any]:
-    """[8] A transfer does not wait for the last one of its host buffer."""
+    """[8] Let a transfer not wait for the last one of its host buffer."""
     return patch.object(ReceivingAcceptor, "_settle", lambda self, buffer: None)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait of the protocol. `late_copies`: whether late copies reveal its absence, or late forwards."""
+    """One wait of the protocol. `late_copies`: whether late copies, instead of late forwards, reveal its absence."""
 
     number: str
     what: str

@@ -1,7 +1,7 @@
 """Build the late device: C++ against the installed torch, once for each version of the sources and of torch.
 
-In: the sources next to this file. Out: the loaded module. It is kept in the user's cache folder, under a name derived
-from everything that it was built from. Raises `NoCompiler` if there is no compiler.
+The module is kept in the user's cache folder, under a name derived from everything that it was built from. Raises
+`NoCompiler` if there is no compiler.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "bpipe_late_device"
-# Optimizing takes three times as long, and the kernels that run are torch's.
+# Optimizing more takes three times as long, and the kernels that run are torch's.
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden")
 
 
@@ -59,7 +59,7 @@ def _hash(*parts: str) -> str:
 
 
 def _name_of(source: Path) -> str:
-    """Return an object's name, derived from everything that it was made from."""
+    """Return an object's name, derived from everything that it is built from."""
     headers = [path.name + path.read_text() for path in sorted(SOURCES.glob("*.h"))]
     return f"{source.stem}-{_hash(torch.__version__, sys.version, *FLAGS, *headers, source.read_text())}.o"
 
@@ -73,7 +73,7 @@ def _build(library: Path, objects: dict[Path, Path]) -> None:
     includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     defined = f"-DTORCH_EXTENSION_NAME={NAME}"
-    # The longest first.
+    # Start the longest first.
     missing = sorted(
         (source for source in objects if not objects[source].exists()), key=lambda source: -source.stat().st_size
     )
@@ -89,10 +89,10 @@ def _build(library: Path, objects: dict[Path, Path]) -> None:
 
 
 def _make(output: Path, *command: object) -> None:
-    """Run a compiler. Its output gets its name when it is complete."""
-    partly = output.with_suffix(f".{os.getpid()}")
-    full = [*map(str, command), "-o", str(partly)]
-    done = subprocess.run(full, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"building the late device failed: {' '.join(full)}\n{done.stderr[-4000:]}")
-    partly.replace(output)
+    """Run a compiler. Its output gets its final name when it is complete."""
+    partial = output.with_suffix(f".{os.getpid()}")
+    full = [*map(str, command), "-o", str(partial)]
+    process = subprocess.run(full, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"building the late device failed: {' '.join(full)}\n{process.stderr[-4000:]}")
+    partial.replace(output)

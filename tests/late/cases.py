@@ -1,7 +1,4 @@
-"""The schedules that run on late devices: every way in which activations are evicted and loaded.
-
-In: nothing. Out: schedules by name.
-"""
+"""Schedules that run on late devices, by name: every way in which activations are evicted and loaded."""
 
 from collections.abc import Callable
 
@@ -27,7 +24,7 @@ def balanced(
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "1f1b": lambda: balanced("1f1b", 4, 8),
-    # A host buffer is filled again before the backward of its previous content.
+    # A host buffer is refilled before the backward of its previous content.
     "1f1b of 6": lambda: balanced("1f1b", 6, 10),
     "1f1b of 8": lambda: balanced("1f1b", 8, 16),
     "interleaved": lambda: balanced("interleaved-1f1b", 4, 8, 2),
@@ -37,7 +34,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "bidirectional": lambda: balance(build(ScheduleConfig("chimera", 4, 8)), (3, 6, 6, 3), (1, 0, 3, 2)),
     "pool": lambda: balanced("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
     "own memory": lambda: balanced("1f1b", 4, 8, hosts="host"),
-    # Keys and values stay, and the rest of what a slice saves leaves.
+    # Keys and values stay; the rest of what a slice saves is evicted.
     "slices": lambda: balanced("1f1b", 4, 4, slices=4),
     "slices of 2 chunks": lambda: balanced("interleaved-1f1b", 4, 4, 2, slices=2),
     "slices in own memory": lambda: balanced("1f1b", 4, 4, bounds=(2,), hosts="host", slices=4),

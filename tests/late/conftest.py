@@ -5,7 +5,7 @@ import pytest
 from tests.late import devices
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 
-# The first test of a machine builds the device.
+# The first test on a machine builds the device.
 BUILDING_S = 600
 
 

@@ -1,7 +1,7 @@
 """Late devices for torch: built, registered as the device type `late`, and reset for each case.
 
-In: a `Draw`, which decides the order of operations that nothing else orders. Out: devices without operations. A process
-has one kind of accelerator, so this is never loaded together with a GPU's.
+A `Draw` decides the order of operations that nothing else orders. A process has one kind of accelerator, so this is
+never loaded together with a GPU's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Draw:
     """How late devices work in one run. The same draw gives the same run.
 
     Attributes:
-        eagerness: Chance that a device runs another operation whenever it is given one; with 0 all wait for a host.
+        eagerness: Chance that a device runs another operation when it is given one; with 0, all wait for a host.
         connections: Hardware queues that all streams of a device share; 0 for one per stream.
         stream: The stream of `STREAM_LAST`.
         allocation_synchronizes: Whether torch's allocator waits for the device when it takes a new segment.
-        lending_synchronizes: Whether memory that a rank makes for a partner does so, too.
+        lending_synchronizes: Whether a rank also waits for the device when it allocates memory for a partner.
         launch_blocks: Whether a host waits for each kernel, as with CUDA_LAUNCH_BLOCKING.
     """
 
@@ -74,7 +74,8 @@ class Draw:
         return f"seed {self.seed}, {order}, eagerness {self.eagerness:g}, {queues}, {allocating} allocation{blocking}"
 
 
-# The streams of a rank's engine are the first of high priority that it takes: see `kStreamsPerPool` of csrc/machine.h.
+# The streams of a rank's engine are the first high-priority ones that it takes: see `kStreamsPerPool` of
+# csrc/machine.h.
 OUTBOUND_STREAM, INBOUND_STREAM = 33, 34
 DIRECTED = (
     *(Draw(1, order) for order in (AS_LATE, COPIES_LAST, COMPUTE_LAST)),
@@ -93,7 +94,7 @@ def extension() -> ModuleType:
     """Return the device, registered with torch. Raises `build.NoCompiler`."""
     module = build.load()
     torch.utils.rename_privateuse1_backend(TYPE)
-    face = ModuleType(f"torch.{TYPE}")
+    module_of_torch = ModuleType(f"torch.{TYPE}")
     calls: dict[str, Callable[..., object]] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -110,18 +111,18 @@ def extension() -> ModuleType:
         "_lazy_init": lambda: None,
     }
     for name, call in calls.items():
-        setattr(face, name, call)
-    torch._register_device_module(TYPE, face)
+        setattr(module_of_torch, name, call)
+    torch._register_device_module(TYPE, module_of_torch)
     cuda_runtime.LIBRARIES[TYPE] = str(build.built())
-    # As many from the beginning: a backward may run before `begin`.
+    # All devices exist from the beginning, because a backward may run before `begin`.
     module.reset(NUM_DEVICES, 0, CAPACITY_BYTES, False, False, False)
     return module
 
 
 def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
-    """Reset the devices. Nothing of the earlier ones may be used any more."""
+    """Reset the devices. Nothing of the earlier ones may be used afterwards."""
     late = extension()
-    # Nothing is drawn while the rest is freed.
+    # Draw nothing while the rest is freed.
     late.order(DRAWN, 0, -1, 0.0)
     late.reset(
         NUM_DEVICES,
@@ -136,14 +137,16 @@ def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
 
 
 def device(index: int = 0) -> torch.device:
-    # Its name before it is registered: tests are collected without it.
+    # The name before registration: tests are collected without the device.
     return torch.device("privateuseone", index)
 
 
 def before_the_first_backward(session: pytest.Session, folder: Path) -> None:
-    """Make the device, where tests of a folder are about to be run, before any test is: torch's autograd counts a
-    process's devices once, when the first backward runs (Engine::start_device_threads), and that may be another
-    folder's. Behind it each backward on a late device failed."""
+    """Build the device before any test runs, if tests of the folder will run.
+
+    Torch's autograd counts a process's devices once, in the first backward (Engine::start_device_threads), which may be
+    in another folder's test. Later backwards on a late device would fail.
+    """
     if torch.cuda.is_available() or session.config.option.collectonly:
         return
     if any(folder in item.path.parents for item in session.items):
@@ -154,7 +157,7 @@ def before_the_first_backward(session: pytest.Session, folder: Path) -> None:
 def needed() -> None:
     """Skip if the device cannot be built; fail in CI, which can build it."""
     if torch.cuda.is_available():
-        pytest.skip("torch knows one accelerator a process, and here that is a GPU")
+        pytest.skip("torch supports one accelerator per process, and here that is a GPU")
     try:
         extension()
     except build.NoCompiler as error:

@@ -1,14 +1,13 @@
-"""Check a plan with the deadlock checker and run it on a late group, to compare whether both report a deadlock.
+"""Run plans on a late group, and check that the deadlock checker's verdict is right.
 
-In: a schedule, an exchange, and how it runs: by our own loop, by Megatron's exchanges, or by torch's runtime. Out: what
-the checker says, and what happens. Births of communicators are judged and run, too, where a loop's are not made before
-it.
+Takes a schedule, an exchange, and how it runs: by our own loop, by Megatron's exchanges, or by torch's runtime. The
+making of communicators is included if a loop does not make them in advance.
 
-The checker's ranks run a program in order and wait for each message, as hosts do with CPU tensors. A device's host waits
-for little, and its streams for the rest, so it reaches a transfer even if an earlier message has not arrived. So there
-are two kinds of runs. If hosts wait as the checker's ranks do, both agree on every plan (`Run.exactly`). If streams
-wait, the checker may report more deadlocks, but must report all that happen; on plans as they are balanced, with both
-ends of a transfer in one slot, both agree there, too.
+The checker's ranks run a program in order and wait for each message, as hosts do with CPU tensors. A device's host
+rarely waits, and its streams wait instead, so it reaches a transfer even if an earlier message has not arrived. So
+there are two kinds of runs. If hosts wait as the checker's ranks do, both agree on every plan (`Run.exactly`). If
+streams wait, the checker may report more deadlocks, but must report all that happen; both also agree there on plans as
+they are balanced, with both ends of a transfer in one slot.
 
 Whether the first EVICT into a buffer waits until its HOST has lent memory depends on the transport. The checker assumes
 it only for `peer`; by default it assumes that every host lends.
@@ -46,17 +45,17 @@ from tests.late.pipelined import TorchPipeline
 EXCHANGES = {name: {family.exchange, Exchange.POSTED} for name, family in FAMILIES.items()}
 EXCHANGES["interleaved-1f1b"].add(Exchange.MEGATRON_TURNS)
 for _name, _family in FAMILIES.items():
-    # Torch's runtime has one pipe.
+    # Torch's runtime has only one pipe.
     EXCHANGES[_name] |= {Exchange.TORCH} if _family.num_pipes == 1 else set()
-# Slots by which transfers start later, or earlier, on the hosts' side.
+# Slots by which transfers on the hosts' side start later or earlier.
 MOVES = ((Kind.HOST, -2), (Kind.HOST, 3), (Kind.RETURN, -1), (Kind.RETURN, 2))
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a plan runs: over what activations move, how many hardware queues there are, and what else waits.
+    """How a plan runs: the transport, the number of hardware queues, and what else waits.
 
-    `at_issue`: a rank waits for each transfer at its start, which is more than hardware queues require. `hosts_wait`: a
+    `at_issue`: a rank waits for each transfer at its start, more than hardware queues require. `hosts_wait`: a
     host waits for each message, and for transfers according to `waits`.
     """
 
@@ -70,13 +69,13 @@ class Run:
 
     @property
     def blocks(self) -> bool:
-        """A host waits for each kernel that it launches."""
+        """Whether a host waits for each kernel that it launches."""
         return self.waits is WaitLevel.BLOCKING_LAUNCHES
 
     def exactly(self, in_one_slot: bool) -> bool:
-        """Whether everything waits that waits in the checker.
+        """Whether the same operations wait as in the checker.
 
-        `in_one_slot`: both ends of each transfer are in one slot.
+        `in_one_slot`: whether both ends of each transfer are in one slot.
         """
         if self.hosts_wait:
             return True
@@ -87,7 +86,7 @@ class Run:
 
 
 class _Waits:
-    """Waits of a rank's host beyond those of its program, for one thread."""
+    """Waits of a rank's host in addition to its program's, per thread."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._here = run, threading.local()
@@ -159,7 +158,7 @@ class _Waits:
             extension().wait(under_way.pop(0))
 
 
-def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
+def deadlocks(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
     """Whether late devices deadlock. Raises other errors."""
     pipeline: LatePipeline
     if exchange is Exchange.POSTED:
@@ -180,16 +179,18 @@ def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
     return False
 
 
-def may_stand_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
-    """Whether the checker reports a deadlock. Transfers to a node's own memory wait for nobody."""
+def may_deadlock(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
+    """Whether the checker reports a deadlock. Transfers to a node's own memory never wait."""
     judged = without_transfers(schedule) if run.kind == "host" else schedule
     lends = run.kind == "peer"
     return bool(blocked_ranks(judged, run.waits, exchange, run.births, run.differing, lends=lends))
 
 
 def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
-    """Return the schedule with everything of a kind this many slots later; None if a rule refuses it, other than those for
-    deadlocks and for both ends of a transfer in one slot."""
+    """Return the schedule with all actions of a kind `by` slots later, or None if a rule refuses it.
+
+    The rules for deadlocks and for both ends of a transfer in one slot do not count.
+    """
     ranks = []
     for row in schedule.ranks:
         transfers: list[list[Action]] = [[] for _ in row]
@@ -214,7 +215,7 @@ def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
 
 
 def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
-    """Yield ways to run a plan: all with `everything`, otherwise some."""
+    """Yield ways to run a plan: all of them with `everything`, otherwise some."""
     yield Run(births=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, at_issue=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, differing=True)
@@ -246,27 +247,30 @@ def disagreements(
 ) -> tuple[list[str], int]:
     """Return every run for which the checker is wrong, and the number of deadlocks.
 
-    `in_one_slot` as of `Run.exactly`. Of a plan with transfers elsewhere an engine may say that it fills a host buffer
-    that is not empty yet: that run ends there and says nothing.
+    `in_one_slot` is that of `Run.exactly`. In a plan with moved transfers, an engine may report that it fills a host
+    buffer that is not empty yet; that run says nothing about deadlocks.
     """
-    wrong, still = [], 0
+    wrong, num_deadlocks = [], 0
     for run in runs(exchange, everything):
         try:
-            stands = stands_still(schedule, exchange, run)
+            is_stuck = deadlocks(schedule, exchange, run)
         except RuntimeError as error:
             if in_one_slot or "the program uses it twice" not in str(error):
                 raise
             continue
-        judged = may_stand_still(schedule, exchange, run)
-        still += stands
-        if stands != judged if run.exactly(in_one_slot) else stands > judged:
-            wrong.append(f"{exchange.name}, {run}: {'stands still' if stands else 'goes on'}")
-    return wrong, still
+        judged = may_deadlock(schedule, exchange, run)
+        num_deadlocks += is_stuck
+        if is_stuck != judged if run.exactly(in_one_slot) else is_stuck > judged:
+            wrong.append(f"{exchange.name}, {run}: {'deadlocks' if is_stuck else 'runs'}")
+    return wrong, num_deadlocks
 
 
 def plan_of(name: str, p: int, m: int, exchange: Exchange, hosts: str = "pair") -> Schedule | None:
-    """Return a plan of a family, None where this exchange has none. Where all ranks hold alike and nothing would move,
-    each of the first half holds one less, beside one of the second half."""
+    """Return a plan of a family, or None if it has none with this exchange.
+
+    If all ranks hold the same and nothing would move, each rank of the first half holds one less, paired with the
+    second half.
+    """
     try:
         chunks = FAMILIES[name].min_chunks
         schedule = build(

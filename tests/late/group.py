@@ -1,15 +1,17 @@
 """A process group with NCCL's rules on late devices, registered with torch.distributed as the backend `late`.
 
-In: ranks that are threads of one process, each a host in `Hosts` (csrc/hosts.h), and a `SharedStore` between them. Out:
-sends, receives and collectives whose kernels meet on the devices. The rules, and where they stand in
+Ranks are threads of one process, each a host in `Hosts` (csrc/hosts.h), with a `SharedStore` between them. Kernels of
+sends, receives and collectives meet on the devices. The rules, with their places in
 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
 
-- A communicator is made with the first operation that needs it, and its ranks' hosts wait there for each other (`initNCCLComm`). A batch of
-  messages uses the group's own, with all its ranks; a message by itself one of the two ranks (`pointToPoint`: "For single P2P").
-- Every communicator has a stream of its own on each device. An operation there starts behind what the current stream was given
-  (`syncStream`), and `wait` lets the current stream wait for its end, not the host (`WorkNCCL::synchronize`).
-- A batch is one kernel, over when all of it is (`endCoalescing`).
-- What an operation reads and writes is kept until it was waited for (`stashed_for_allocator_safety_`).
+- A communicator is made with the first operation that needs it, and its ranks' hosts wait for each other
+(`initNCCLComm`).
+  A batch of messages uses the group's own, with all ranks; a single message one of the two ranks (`pointToPoint`: "For
+  single P2P").
+- Every communicator has its own stream on each device. An operation starts after what the current stream was given
+  (`syncStream`), and `wait` makes the current stream wait for its end, not the host (`WorkNCCL::synchronize`).
+- A batch is one kernel, which ends when all its messages are done (`endCoalescing`).
+- The tensors of an operation are kept alive until it was waited for (`stashed_for_allocator_safety_`).
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from tests.late.devices import TYPE, extension
 
 DTYPES = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.bool: "?"}
 KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
-# By whose rank in the group, whether this one sends, and what.
+# The peer's rank in the group, whether this rank sends, and the tensor.
 Message = tuple[int, bool, torch.Tensor]
 
-# By communicator, the ranks that have come to its birth. Of all threads.
+# By communicator, the ranks that have reached its creation. Shared by all threads.
 _born: dict[str, set[int]] = defaultdict(set)
 _stored: dict[str, bytes] = {}
 
 
 class SharedStore(dist.Store):
-    """What ranks tell each other while they make groups. A wait lets another host go on."""
+    """What ranks exchange while they make groups. A wait lets another host run."""
 
     def set(self, key: str, value: Any) -> None:
         _stored[key] = value.encode() if isinstance(value, str) else bytes(value)
@@ -66,7 +68,7 @@ class SharedStore(dist.Store):
 
 
 class LateWork(dist.Work):
-    """An operation under way. `over` is its end on the device."""
+    """An operation in progress. `over` is its end on the device."""
 
     def __init__(self, over: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class LateWork(dist.Work):
 
 
 class Group(dist.ProcessGroup):
-    """One rank's end of a group. Subclasses say how ranks meet: `_make`, `_begin` and `_begin_collective`."""
+    """One rank's end of a group. Subclasses define how ranks meet: `_make`, `_begin` and `_begin_collective`."""
 
     supports_coalescing = True
     supports_splitting = False
@@ -102,7 +104,7 @@ class Group(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch has it of a group's backend, and this is no group with one."""
+        """torch reads this from a group's backend, which this group does not have."""
         return self._name.split("@")[0]
 
     def getBackendName(self) -> str:
@@ -115,11 +117,11 @@ class Group(dist.ProcessGroup):
     # -----------------------------------------------------------------------------------------------------------------
 
     def _make(self, name: str, ranks: Sequence[int]) -> None:
-        """Wait until all ranks of a communicator have come to its birth."""
+        """Wait until all ranks of a communicator have reached its creation."""
         raise NotImplementedError
 
     def _communicator(self, ranks: Sequence[int], key: str) -> tuple[str, torch.Stream]:
-        """Its name and this rank's stream of it. The first time, wait until all its ranks have come."""
+        """Return a communicator's name and this rank's stream of it; the first time, wait for all its ranks."""
         name = f"{self._name}/{key}"
         if name not in self._streams:
             self._make(name, ranks)
@@ -129,7 +131,7 @@ class Group(dist.ProcessGroup):
     def _whole(self) -> tuple[str, torch.Stream]:
         return self._communicator(range(self._size), "all")
 
-    def _behind_current(self, stream: torch.Stream) -> None:
+    def _wait_for_current(self, stream: torch.Stream) -> None:
         stream.wait_event(torch.accelerator.current_stream().record_event())
 
     # -- messages
@@ -150,7 +152,7 @@ class Group(dist.ProcessGroup):
         return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, [(peer, sends, tensor)])
 
     def with_one(self, peer: int, messages: Sequence[tuple[torch.Tensor, bool]]) -> LateWork:
-        """Exchange messages with one rank, whether each is sent, in the communicator of the two."""
+        """Exchange messages with one rank in the communicator of the two; each has a flag whether it is sent."""
         pair = sorted((self._rank, peer))
         batch = [(peer, sends, tensor) for tensor, sends in messages]
         return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, batch)
@@ -164,7 +166,7 @@ class Group(dist.ProcessGroup):
         return self._exchange(*self._whole(), range(self._size), batch)
 
     def _exchange(self, name: str, stream: torch.Stream, ranks: Sequence[int], batch: Sequence[Message]) -> LateWork:
-        self._behind_current(stream)
+        self._wait_for_current(stream)
         label = f"{name} " + ", ".join(
             f"{'send' if sends else 'receive'} {self._channel(peer, sends)}" for peer, sends, _ in batch[:2]
         )
@@ -177,7 +179,7 @@ class Group(dist.ProcessGroup):
     def _begin(
         self, name: str, stream: torch.Stream, ranks: Sequence[int], batch: Sequence[Message], label: str
     ) -> Any:
-        """Issue the kernel of a batch; return its end."""
+        """Issue the kernel of a batch, and return its end."""
         raise NotImplementedError
 
     # -- collectives
@@ -187,7 +189,7 @@ class Group(dist.ProcessGroup):
         assert source.is_contiguous()
         assert target.is_contiguous()
         name, stream = self._whole()
-        self._behind_current(stream)
+        self._wait_for_current(stream)
         dtype = DTYPES.get(source.dtype, "-")
         numbers = dtype, source.data_ptr(), target.data_ptr(), source.nbytes
         return LateWork(self._begin_collective(name, stream, kind, root, numbers), [source, target])
@@ -195,11 +197,11 @@ class Group(dist.ProcessGroup):
     def _begin_collective(
         self, name: str, stream: torch.Stream, kind: str, root: int, numbers: tuple[str, int, int, int]
     ) -> Any:
-        """Issue the kernel of a collective; return its end."""
+        """Issue the kernel of a collective, and return its end."""
         raise NotImplementedError
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork | None:
-        """In a batch by messages of the root, so that all of the batch is one kernel."""
+        """In a batch, send messages from the root, so that the whole batch is one kernel."""
         if self._batch is not None:
             (tensor,), root = tensors, opts.rootRank
             others = [rank for rank in range(self._size) if rank != root]
@@ -214,7 +216,7 @@ class Group(dist.ProcessGroup):
         return self._collective("sum" if opts is None else KINDS[opts.reduceOp.op], tensors[0], tensors[0])
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
-        """One after the other: NCCL's are one kernel, which is over when all are."""
+        """Reduce one after the other. NCCL's are one kernel, which ends when all are done."""
         works = [
             self._collective("sum" if opts is None else KINDS[opts.reduceOp.op], tensor, tensor) for tensor in tensors
         ]
@@ -232,7 +234,7 @@ class Group(dist.ProcessGroup):
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], sources: Sequence[torch.Tensor], opts: Any = None
     ) -> LateWork:
-        """By one tensor, which is copied behind it: ProcessGroupNCCL::allgather, newLikeFlat."""
+        """Gather into one tensor, which is then copied: ProcessGroupNCCL::allgather, newLikeFlat."""
         ((source,), (into,)) = sources, outputs
         whole = source.new_empty((self._size, *source.shape))
         work = self._collective("gather", source, whole)
@@ -245,7 +247,7 @@ class Group(dist.ProcessGroup):
     def scatter(
         self, outputs: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> LateWork:
-        """By messages in one batch, the root's own among them: torch/csrc/cuda/nccl.cpp, scatter."""
+        """Send messages in one batch, including the root's own: torch/csrc/cuda/nccl.cpp, scatter."""
         root = opts.rootRank
         batch: list[Message] = [(root, False, outputs[0])]
         if self._rank == root:
@@ -255,7 +257,7 @@ class Group(dist.ProcessGroup):
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], sources: Sequence[torch.Tensor], opts: Any = None
     ) -> LateWork:
-        """Likewise: torch/csrc/cuda/nccl.cpp, gather."""
+        """Send messages in one batch, including the root's own: torch/csrc/cuda/nccl.cpp, gather."""
         root = opts.rootRank
         batch: list[Message] = [(root, True, sources[0])]
         if self._rank == root:
@@ -267,7 +269,7 @@ class Group(dist.ProcessGroup):
         return self._collective("sum", tensor, tensor)
 
     def abort(self) -> None:
-        """End what is under way."""
+        """End all operations in progress."""
         raise NotImplementedError
 
     def shutdown(self) -> None:
@@ -275,7 +277,7 @@ class Group(dist.ProcessGroup):
 
 
 class LateGroup(Group):
-    """Its ranks are threads of one process."""
+    """A group whose ranks are threads of one process."""
 
     def _make(self, name: str, ranks: Sequence[int]) -> None:
         _born[name].add(self._rank)
@@ -294,8 +296,10 @@ class LateGroup(Group):
     def _begin_collective(
         self, name: str, stream: torch.Stream, kind: str, root: int, numbers: tuple[str, int, int, int]
     ) -> Any:
-        where = stream.device_index, stream.stream_id
-        return extension().collective(*where, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}")
+        stream_numbers = stream.device_index, stream.stream_id
+        return extension().collective(
+            *stream_numbers, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}"
+        )
 
     def abort(self) -> None:
         for name in self._streams:
@@ -303,14 +307,14 @@ class LateGroup(Group):
 
 
 def join(rank: int, size: int) -> None:
-    """In a rank's thread, whose turn it is: the world of this thread, and its device."""
+    """Join the world in a rank's own thread, during its turn, and select its device."""
     torch.accelerator.set_device_index(rank)
     dist.init_process_group(TYPE, store=SharedStore(), rank=rank, world_size=size, timeout=timedelta(seconds=60))
 
 
 @contextlib.contextmanager
 def world_of_threads() -> Iterator[None]:
-    """Each thread is a rank with a world of its own in torch.distributed. Nobody has made anything yet."""
+    """Make each thread a rank with its own world in torch.distributed, without communicators."""
     if TYPE.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(TYPE, _make, extended_api=True, devices=[TYPE])
     _born.clear()

@@ -1,8 +1,7 @@
-"""Ranks as threads of one process, one of which runs at a time: the draw decides which.
+"""Ranks as threads of one process, only one of which runs at a time: the draw decides which.
 
-In: the number of ranks, and their function. Out: nothing, or the first error and, in a deadlock, who waited for whom. A
-run that neither fails nor makes progress raises `Hangs`, with each rank's stack: its threads stay, so nothing else can
-run in that process.
+Raises the first error and, in a deadlock, says which rank waits for what. A run that neither fails nor makes progress
+raises `Hangs` with each rank's stack; its threads remain, so nothing else can run in that process.
 """
 
 import sys
@@ -36,7 +35,7 @@ def awake(but: int) -> bool:
 
 
 class Watch:
-    """Tells a hanging run from a slow one by its progress, not by its time.
+    """Distinguishes a hanging run from a slow one by its progress, not by its time.
 
     Devices detect deadlocks at once (csrc/hosts.h). This samples what they do not see: threads that wait for each
     other's locks, and endless loops.
@@ -61,7 +60,7 @@ class Watch:
 
 
 class Hangs(RuntimeError):
-    """A run hangs for a reason that devices do not know."""
+    """A run hangs for a reason that devices do not detect."""
 
 
 def run_hosts(count: int, does: Callable[[int], None]) -> None:
@@ -69,18 +68,18 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
     errors: list[BaseException] = []
     late.expect_hosts(count)
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         late.enter(rank)
         try:
             does(rank)
         except BaseException as error:
-            # Any exception: if a host left silently, the others would seem to wait for nobody.
+            # Catch any exception: if a host left silently, the others would seem to wait for nothing.
             errors.append(error)
         finally:
             late.leave(rank)
 
     with world_of_threads():
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
+        threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()
         _join(threads)
@@ -89,7 +88,7 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for all ranks as long as there is progress."""
+    """Wait for all ranks while there is progress."""
     watch = Watch()
     for rank, thread in enumerate(threads):
         while thread.is_alive():

@@ -1,7 +1,7 @@
 """Combined 1F1B on late devices: layers run in parts on two streams, two micro-batches at once, with a graph in pieces.
 
-In: a schedule whose forwards and backwards overlap. Out: what `LatePipeline` gives. The parts are those of
-`tests.gpu.parts`; engine, streams, transports and messages are the real ones.
+Takes a schedule whose forwards and backwards overlap, with the parts of `tests.gpu.parts`. Engine, streams, transports
+and messages are the real ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.unit.runtime.pipeline import inputs_of
 
 
 class InPieces(LateModel):
-    """A stage is one layer of parts. `streams(rank)` are those of its exchanges."""
+    """A model whose stages are one layer of parts. `streams(rank)` are those of its exchanges."""
 
     def __init__(self, num_stages: int) -> None:
         super().__init__(num_stages)
@@ -54,7 +54,7 @@ class InPieces(LateModel):
 
 
 class AtOnce(Executor):
-    """An executor that runs two overlapping computations part by part, with one call of the engine around both."""
+    """An executor that runs two overlapping computations part by part, with one pair of engine calls around both."""
 
     def __init__(self, rank: PiecesRank, schedule: Schedule, stages: TorchStages, messages: Messages) -> None:
         super().__init__(schedule, rank.rank, stages, messages)
@@ -73,9 +73,9 @@ class AtOnce(Executor):
         engine = self._of.engine
         forward = waiting or ((action, received) if action.kind is Kind.FORWARD else None)
         backward = (action, received) if action.kind is not Kind.FORWARD else None
-        first, beside = (forward or backward or (action,))[0], backward[0] if forward and backward else None
+        first, overlapping = (forward or backward or (action,))[0], backward[0] if forward and backward else None
         if engine is not None:
-            engine.before(first, beside)
+            engine.before(first, overlapping)
         outputs, inputs, plan = self._compute_both(forward, backward)
         if engine is not None:
             if plan is None:
@@ -90,35 +90,35 @@ class AtOnce(Executor):
         model = self._of.model
         backwards: Steps = []
         forwards: Steps = []
-        ahead = behind = None
+        forward_plan = backward_plan = None
         inputs: Tensors = ()
         gradients: list[torch.Tensor] = []
         if forward is not None:
             action, tensors = forward
-            ahead = model.plan(self.rank, action.stage, action.microbatch)
+            forward_plan = model.plan(self.rank, action.stage, action.microbatch)
             for tensor in tensors:
                 tensor.requires_grad_()
             inputs = tensors or (model.received(action.microbatch, device(self.rank)),)
-            ahead.begin()
-            forwards = ahead.forwards(inputs[0])
-            self._plans[action.stage, action.microbatch] = ahead
+            forward_plan.begin()
+            forwards = forward_plan.forwards(inputs[0])
+            self._plans[action.stage, action.microbatch] = forward_plan
         if backward is not None:
             action, tensors = backward
-            behind = self._plans.pop((action.stage, action.microbatch))
-            behind.begin()
-            backwards = behind.backwards(tensors[0] if tensors else None, gradients.append)
+            backward_plan = self._plans.pop((action.stage, action.microbatch))
+            backward_plan.begin()
+            backwards = backward_plan.backwards(tensors[0] if tensors else None, gradients.append)
         run_at_once(backwards, forwards)
-        for plan in (ahead, behind):
+        for plan in (forward_plan, backward_plan):
             if plan is not None:
                 plan.end()
         outputs: Tensors = ()
-        if ahead is not None and forward is not None:
-            assert ahead.loss.output is not None
-            outputs = (ahead.loss.output,)
+        if forward_plan is not None and forward is not None:
+            assert forward_plan.loss.output is not None
+            outputs = (forward_plan.loss.output,)
             self._keep(forward[0], outputs)
         if backward is not None:
             self._keep(backward[0], tuple(gradients))
-        return outputs, inputs, ahead
+        return outputs, inputs, forward_plan
 
     def _keep(self, action: Action, tensors: Tensors) -> None:
         value = self._dependencies.value_of(action)
@@ -127,19 +127,19 @@ class AtOnce(Executor):
 
 
 class LoopEnds:
-    """The engine's calls per iteration; `AtOnce` makes those per computation itself."""
+    """The engine's calls per iteration; `AtOnce` makes the calls per computation."""
 
     def __init__(self, engine: Engine) -> None:
         self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
 
     def before(self, op: Action) -> None:
-        """Do nothing: the call is made with the overlapping computation's."""
+        """Do nothing: `AtOnce` makes this call."""
 
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
-        """The same."""
+        """Do nothing: `AtOnce` makes this call."""
 
     def sent(self, op: Action) -> None:
-        """It was said at once."""
+        """Do nothing: `AtOnce` makes this call."""
 
 
 class PiecesRank(Rank):
@@ -157,7 +157,7 @@ class PiecesRank(Rank):
 
 
 class PiecesPipeline(LatePipeline):
-    """The pipeline; with `noted` the engine knows the streams of exchanges."""
+    """A pipeline of parts; with `noted`, the engine knows the streams of exchanges."""
 
     def __init__(self, schedule: Schedule, kind: str, engines: bool = True, noted: bool = True, verify: bool = False):
         model = InPieces(schedule.num_stages)

@@ -1,14 +1,13 @@
 """Run a schedule on late devices with Megatron's own exchanges, groups and order of calls.
 
-In: a schedule and an `Exchange` of Megatron's. Out: what `LatePipeline` gives. Computations, engines and transports are
-the real ones, and the program is the one that `schedule.check.deadlock` judges; this module turns its exchanges into
-operations of torch.distributed.
+Computations, engines and transports are the real ones, and the program is the one that `schedule.check.deadlock`
+checks; this module turns its exchanges into operations of torch.distributed.
 
-Source: megatron-core 0.19.2, `p2p_communication.py`. Where messages pass in batches, `_batched_p2p_ops` gives all of an
-exchange to `batch_isend_irecv`, in the communicator of all ranks. Else `_p2p_ops` gives them one by one, in
-communicators of two: an even rank begins with the next one, an odd one with the one before. Here all of an exchange
-that is between two ranks is one operation: in which order Megatron issues them is not said by a program.
-`make_communicators` of `megatron.scheduling.loop.megatron_loops` exchanges one number with both before.
+Source: megatron-core 0.19.2, `p2p_communication.py`. With batches, `_batched_p2p_ops` gives a whole exchange to
+`batch_isend_irecv`, in the communicator of all ranks. Otherwise `_p2p_ops` issues messages one by one in communicators
+of two: an even rank begins with the next rank, an odd one with the previous. Here, all messages of an exchange between
+two ranks are one operation, because a program does not say in which order Megatron issues them. `make_communicators` of
+`megatron.scheduling.loop.megatron_loops` exchanges one number with both neighbours in advance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,12 +32,12 @@ from tests.late.model import Place
 from tests.late.pipeline import LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 
-# Tensors by whether the next rank is the other end.
+# Tensors by whether the other end is the next rank.
 Sides = dict[bool, list[torch.Tensor]]
 
 
 class Exchanges:
-    """One rank's messages: what was sent and posted passes together, when the first of it is waited for."""
+    """One rank's messages: all that were sent and posted are exchanged when the first of them is waited for."""
 
     def __init__(self, rank: int, size: int, is_batched: bool, synchronizes: bool, device: torch.device) -> None:
         self._rank, self._size, self._is_batched, self._synchronizes, self._device = (
@@ -48,7 +47,7 @@ class Exchanges:
             synchronizes,
             device,
         )
-        # By whether the next rank is the other end. An idle rank may be sent several by one neighbour.
+        # By whether the other end is the next rank. One neighbour may send several messages to an idle rank.
         self._sends: Sides = {False: [], True: []}
         self._receives: Sides = {False: [], True: []}
         self._posted: list[tuple[Message, torch.Tensor]] = []
@@ -108,13 +107,15 @@ class Exchanges:
 
     def _is_next(self, message: Message) -> bool:
         (peer,) = set(message.parties) - {self._rank}
-        assert peer in (self._neighbour(True), self._neighbour(False)), f"{message} is of no neighbours"
+        assert peer in (self._neighbour(True), self._neighbour(False)), f"{message} is not between neighbours"
         return peer == self._neighbour(True)
 
 
 class LoopCalls:
-    """The calls of `megatron.scheduling.loop.megatron_loops`: transfers after a computation start before its exchange, the
-    last ones at the end."""
+    """The calls of `megatron.scheduling.loop.megatron_loops`.
+
+    Transfers after a computation start before its exchange, the last ones at the end.
+    """
 
     def __init__(self, engine: Engine, device: torch.device, synchronizes: bool) -> None:
         self._engine, self._device, self._synchronizes = engine, device, synchronizes
@@ -132,10 +133,10 @@ class LoopCalls:
         self._engine.sent(op)
 
     def sent(self, op: Action) -> None:
-        """It was said at once."""
+        """Do nothing: `after` makes this call."""
 
     def communicated(self) -> None:
-        """The end of the loop says it."""
+        """Do nothing: the end of the loop makes this call."""
 
 
 class LoopRank(Rank):
@@ -156,8 +157,8 @@ class LoopRank(Rank):
 class LateLoop(LatePipeline):
     """All ranks of one of Megatron's loops.
 
-    `births`: communicators are not made before it runs. `after_exchanges`: the device is synchronised after each exchange
-    (`batch_p2p_sync`). `in_operations`: it is also synchronised inside each computation.
+    `births`: communicators are not made in advance. `after_exchanges`: the device is synchronized after each exchange
+    (`batch_p2p_sync`). `in_operations`: it is also synchronized inside each computation.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class LateLoop(LatePipeline):
 
 @contextmanager
 def _programs_of(exchange: Exchange) -> Iterator[None]:
-    """Make executors run the program of the loop with these exchanges."""
+    """Make executors run the loop's program with this exchange."""
 
     def programs(schedule: Schedule, posted: Exchange) -> tuple[Program, ...]:
         return lower(schedule, exchange)

@@ -1,7 +1,7 @@
 """A small model for late devices, and its expected gradients.
 
-In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient computed on a CPU, micro-batch
-by micro-batch in the order of that rank's backwards. No bit may differ, because kernels and their order are the same.
+The expected gradients are computed on a CPU, micro-batch by micro-batch in the order of a rank's backwards. They must
+be equal to the bit, because kernels and their order are the same.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.gpu.pipelines import Place, summed
 from tests.late.devices import device
 from tests.unit.runtime.pipeline import WIDTH, inputs_of
 
-# By stage and micro-batch: how many further numbers its forward saves.
+# By stage and micro-batch: how many further numbers the forward saves.
 Extra = Callable[[int, int], int]
 
 
@@ -27,7 +27,7 @@ def differing(stage: int, microbatch: int) -> int:
 
 
 class LateModel:
-    """A stage is a layer; the first draws its input, the last makes a loss of the micro-batch."""
+    """A model whose stages are layers; the first draws its input, and the last computes a loss of the micro-batch."""
 
     def __init__(self, num_stages: int, extra: Extra = nothing) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -41,12 +41,12 @@ class LateModel:
         return output if stage + 1 < self._num_stages else (output * (microbatch + 1)).square().mean()
 
     def saving_more(self, output: torch.Tensor, stage: int, microbatch: int) -> torch.Tensor:
-        """Return a stage's output, changed by a computation that saves the numbers of `Extra`."""
+        """Change a stage's output by a computation that saves as many numbers as `Extra` says."""
         count = self._extra(stage, microbatch)
         if not count:
             return output
         more = torch.linspace(-1, 1 + microbatch, count).to(output.device)
-        # Small, because growing values end as NaN, which is not equal to itself.
+        # Keep it small: growing values end as NaN, which is not equal to itself.
         return output * (1 + (more * output.mean().tanh()).mean() / 64)
 
     def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
@@ -61,7 +61,7 @@ class LateModel:
         return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})
 
     def gradients_on(self, rank: int) -> dict[Place, torch.Tensor]:
-        """Return the gradients on the host, which waits for them."""
+        """Return the gradients on the host, which waits for the device."""
         gradients = {}
         for place, weight in self._on_device.items():
             if place[0] == rank:

@@ -1,10 +1,10 @@
-"""One rank of two on late devices.
+"""One of two ranks on late devices.
 
-`lonely`: the first waits for what the second never sends. `probing`: the two-sided link of the second carries one way
-only, while the pair looks for a transport.
+`lonely`: the first rank waits for a message that the second never sends. `probing`: the second's two-sided link works
+in one direction only while the pair chooses a transport.
 
-In: one of these, the rank, a port, a time-out in seconds. Out: what it received, or a line with the chosen transport and
-why not the other.
+Takes one of these, the rank, a port, and a time-out in seconds. Prints what it received, or the chosen transport and
+the reason against the other.
 """
 
 import sys
@@ -25,11 +25,11 @@ PATIENCE_S = 60.0
 
 
 def waits_for_nothing(rank: int, store: dist.Store) -> None:
-    told, heard = torch.full((4,), float(rank), device=device(rank)), torch.empty(4, device=device(rank))
-    operations = [dist.P2POp(dist.isend, told, 1 - rank), dist.P2POp(dist.irecv, heard, 1 - rank)]
+    sent, received = torch.full((4,), float(rank), device=device(rank)), torch.empty(4, device=device(rank))
+    operations = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    assert heard.tolist() == [1.0 - rank] * 4
+    assert received.tolist() == [1.0 - rank] * 4
     total = torch.full((3,), 1.0 + rank, device=device(rank))
     dist.all_reduce(total)
     assert total.tolist() == [3.0] * 3
@@ -43,7 +43,7 @@ def waits_for_nothing(rank: int, store: dist.Store) -> None:
 
 
 def losing(send: Any) -> Any:
-    """Send what makes the communicator and nothing after it, so that the other rank's kernel begins and waits."""
+    """Send only what makes the communicator, so that the other rank's kernel begins and waits."""
     sent: list[Works] = []
 
     def lose(transport: Distributed, tensors: Sequence[torch.Tensor]) -> Works:

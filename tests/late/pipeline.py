@@ -1,8 +1,8 @@
-"""All ranks of a schedule on late devices: a host and a device each, with the real code between them.
+"""All ranks of a schedule on late devices, each with a host and a device, and real code between them.
 
-In: a schedule, a transport (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages' weights, to be compared
-with those of the model in one piece. Executor, engine, streams, edges between stages, transports and their copies are
-real. Threads replace processes, and a queue replaces the control group's messages.
+Takes a schedule, a transport (`two-sided`, `peer`, `host`) and a `Draw`; returns all gradients, to be compared with
+those of the model in one piece. Executor, engine, streams, edges between stages, transports and their copies are real.
+Threads replace processes, and a queue replaces the control group's messages.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tests.late.slices import SlicedModel
 
 @dataclass
 class Letter:
-    """A message of a pair's control group: a host that waits for it lets another host run.
+    """A message of a pair's control group; a host that waits for it lets another host run.
 
-    Gloo promises no buffer between two ranks (gloo/transport/tcp/pair.cc: a send asks for the other end's receive
-    first), so a message lies with its sender until it has been taken: a wait for it ends no earlier, and whoever lets
-    go of it before loses it. Gloo's time-outs are of no use here: who waits for ever is known.
+    Gloo promises no buffer between two ranks (gloo/transport/tcp/pair.cc: a send first asks for the other end's
+    receive), so a message stays with its sender until it is taken: a wait ends only then, and a sender that drops it
+    earlier loses it. Gloo's time-outs do not apply, because devices detect a deadlock.
     """
 
     value: Any
@@ -57,7 +57,7 @@ Mail = defaultdict[Subject, deque[Letter]]
 
 
 class Sent:
-    """The sender's hold of a message."""
+    """The sender's handle of a message."""
 
     def __init__(self, letter: Letter, who: str) -> None:
         self._letter, self._who = letter, who
@@ -89,10 +89,10 @@ class LateControl:
         return tuple(self._take(about))
 
     def exchange(self, about: Subject, value: Any) -> Any:
-        sent = self.send(about, value)
-        heard = self.receive(about)
-        sent.wait()
-        return heard
+        request = self.send(about, value)
+        answer = self.receive(about)
+        request.wait()
+        return answer
 
     def _put(self, about: Subject, value: Any) -> Sent:
         letter = Letter(value)
@@ -176,12 +176,12 @@ class Rank:
             self.engine.release()
 
     def iterate(self, executor: Executor) -> None:
-        """Run its program once."""
+        """Run the rank's program once."""
         for _ in executor.walk(self.calls()):
             extension().perhaps_yield()
 
     def captures(self, iterate: Callable[[], None], replays: int) -> None:
-        """Capture an iteration as `megatron.core.full_cuda_graph` does, on a stream of its own, and replay it."""
+        """Capture an iteration as `megatron.core.full_cuda_graph` does, on its own stream, and replay it."""
         late, compute, pipeline = extension(), torch.accelerator.current_stream(), self._pipeline
         stream = torch.Stream(device(self.rank))
         torch.accelerator.synchronize(device(self.rank))
@@ -197,25 +197,25 @@ class Rank:
             late.perhaps_yield()
 
     def messages(self, here: torch.device) -> Messages:
-        """Return the carrier of its messages. Collective over all ranks."""
+        """Return the carrier of the rank's messages. Collective over all ranks."""
         pairs = neighbours(self._pipeline.schedule)
         return Edges(
             self.rank, connect_edges(pairs, TYPE, TIMEOUT_S, here, self._pipeline.edge_control(self.rank)), here
         )
 
     def calls(self) -> ComputationHooks | None:
-        """Return the calls around its computations."""
+        """Return the calls around the rank's computations."""
         return self.engine
 
     def executor(self, stages: TorchStages, messages: Messages) -> Executor:
         return Executor(self._pipeline.schedule, self.rank, stages, messages)
 
     def _transports(self) -> dict[int, Transport]:
-        """Return transports by the other rank; its own number stands for its node's memory."""
+        """Return transports by the other rank; the rank's own number means its node's memory."""
         transports: dict[int, Transport] = {}
         for low, high in self._pipeline.links:
             control = self._pipeline.controls.get((low, high), {}).get(self.rank)
-            # Making groups is collective.
+            # Making groups is collective over all ranks.
             groups = pair_groups(low, high, TYPE, TIMEOUT_S) if self._two_sided(low, high) else None
             if self.rank not in (low, high):
                 continue
@@ -241,7 +241,7 @@ class Rank:
 
 
 class LatePipeline:
-    """All ranks of a pipeline. `run` returns the gradients, or raises the error of the first rank that failed.
+    """All ranks of a pipeline. `run` returns the gradients, or raises the first error of a rank.
 
     `replays`: after the iterations, one more is captured without running, and replayed this often. `in_capture` is entered
     while all ranks capture.
@@ -301,19 +301,19 @@ class LatePipeline:
 
 
 def wrong_bits(pipeline: LatePipeline, draw: Draw, iterations: int = 2) -> list[Place]:
-    """Return rank and stage of every wrong gradient. Raises what a rank raised."""
+    """Return rank and stage of every wrong gradient, or raise a rank's error."""
     gradients = pipeline.run(draw, iterations)
     expected = pipeline.model.expected(pipeline.schedule, iterations + pipeline.replays)
     assert gradients.keys() == expected.keys()
     return [place for place in gradients if not torch.equal(gradients[place], expected[place])]
 
 
-# With all hardware queues, because a single one orders much by itself.
+# With one hardware queue per stream, because a single queue itself orders much.
 ORDERS = (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10)))
 
 
 def noticed(pipeline: Callable[[], LatePipeline]) -> str:
-    """Return what reveals, in one of a few draws, that something is missing: wrong bits or an error; or nothing."""
+    """Return how one of a few draws reveals that something is missing: wrong bits or an error; empty if none does."""
     for draw in ORDERS:
         try:
             if wrong_bits(pipeline(), draw):

@@ -1,8 +1,7 @@
-"""torch.distributed.pipelining on late devices: torch's own runtime runs its lists, and the engine stands around it.
+"""torch.distributed.pipelining on late devices: torch's own runtime runs its action lists, with our engine around it.
 
-In: a schedule, over what activations move, a `Draw`. Out: what `LatePipeline` gives. Real are torch's schedules, stages
-and messages, `BalancedSchedule`, engine, streams, transports. Only who connects a pair stands here: threads are no
-processes that could open each other's memory.
+Torch's schedules, stages and messages, `BalancedSchedule`, engine, streams and transports are real. Only the connection
+of a pair is replaced: threads cannot open each other's memory as processes do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,18 +32,18 @@ from tests.late.pipeline import KINDS, TIMEOUT_S, LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, inputs_of
 from tests.unit.torch.test_orders import stages_on
 
-# What carries activations, as a link names it.
+# The name of each transport in a link.
 CARRIED_BY = {"two-sided": "nccl", "peer": "peer", "host": "host"}
 
 
 class StageModule(torch.nn.Module):
-    """One stage of `LateModel`. Its loss is the schedule's."""
+    """One stage of `LateModel`. The schedule computes the loss."""
 
     def __init__(self, model: LateModel, stage: int, weight: torch.nn.Parameter, order: Sequence[int]) -> None:
-        """`order`: the micro-batches as this stage goes forward with them. torch tells none its number."""
+        """`order`: the order of micro-batches in this stage's forwards, which torch does not pass."""
         super().__init__()
         self.weight = weight
-        # torch computes once before the first step, to see what comes out.
+        # Torch runs one forward before the first step, to see the output's shape.
         self._model, self._stage, self._numbers = model, stage, chain(order[:1], cycle(order))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,12 +53,12 @@ class StageModule(torch.nn.Module):
 
 
 def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a micro-batch whose number, from 1, is given for each row."""
+    """Return a micro-batch's loss; `number` has its number, counted from 1, for each row."""
     return (output * number).square().mean()
 
 
-class There:
-    """A connection whose transport is there already."""
+class ReadyConnection:
+    """A connection whose transport already exists."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -69,14 +68,14 @@ class There:
 
 
 class TorchRank(Rank):
-    """One rank whose program torch's runtime runs."""
+    """One rank whose program is run by torch's runtime."""
 
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
         assert isinstance(pipeline, TorchPipeline)
         join(self.rank, schedule.num_ranks)
         pipeline.model.on_device(schedule, self.rank)
-        self.connections = {place: There(transport) for place, transport in self._transports().items()}
+        self.connections = {place: ReadyConnection(transport) for place, transport in self._transports().items()}
         stages = [self._stage(stage, here) for stage in schedule.layout.stages_of(self.rank)]
         balanced = BalancedSchedule(
             stages,
@@ -122,7 +121,7 @@ class TorchRank(Rank):
 
 
 class TorchPipeline(LatePipeline):
-    """All ranks. `differing`: micro-batches of a stage save more and less. `judged`: a schedule that may stand still is refused."""
+    """All ranks. `differing`: micro-batches save different sizes. `judged`: a schedule that may deadlock is refused."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class TorchPipeline(LatePipeline):
             stack.enter_context(patch.object(torch_schedule, "connected", connected))
             if not self._judged:
                 sizes = self.schedule.num_ranks, self.schedule.num_microbatches
-                config = ScheduleConfig(self.schedule.name, *sizes, written="judged by nobody")
+                config = ScheduleConfig(self.schedule.name, *sizes, written="not checked")
                 stack.enter_context(patch.object(torch_schedule, "config_of", lambda *_: config))
                 stack.enter_context(patch.object(torch_schedule, "build", lambda config: self.schedule))
                 stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *_: None))
@@ -166,15 +165,15 @@ class TorchPipeline(LatePipeline):
 
 
 def listed(name: str, chunks: int = 1, v_shaped: bool = False, p: int = 4, **how: Any) -> Callable[[], Schedule]:
-    """Return what makes torch's schedule of this name, or a family's, balanced, on so many ranks."""
+    """Return a factory of torch's schedule of this name, or a family's, balanced over `p` ranks."""
     return lambda: build(config_of(name, stages_on(0, chunks, v_shaped, p), 2 * p, BalanceConfig(**how), None))
 
 
-# Where ranks hold evenly much, what leaves goes to the node's own memory.
+# If all ranks hold the same, evicted activations go to the node's own memory.
 AWAY = {"hosts": "host"}
 LISTED: dict[str, Callable[[], Schedule]] = {
     "torch's 1F1B": listed("1F1B"),
-    # A host buffer is filled again before the backward of what left it.
+    # A host buffer is refilled before the backward of its previous content.
     "torch's 1F1B of 8": listed("1F1B", p=8),
     "torch's GPipe": listed("GPipe", **AWAY),
     "torch's Interleaved1F1B": listed("Interleaved1F1B", 2),
@@ -191,6 +190,6 @@ LISTED: dict[str, Callable[[], Schedule]] = {
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
-    """Return over what activations move. Into a rank's own memory they do over one thing."""
+    """Return the transports to test; a rank's own memory has only one."""
     own = all(low == high for low, high in links_of(LISTED[name]()))
     return ("host",) if own else KINDS

@@ -1,9 +1,8 @@
-"""Late devices whose ranks are processes, and the group between them, which stands in NCCL's place under its name.
+"""Late devices whose ranks are processes, and the group between them, which replaces NCCL under its name.
 
-In: a rank's process, after it was forked. Out: torch.distributed with a backend `nccl` for late devices, and devices
-that go on by themselves. Its rules are those of `tests.late.group`; communicators are made through the group's store,
-as NCCL's are (ProcessGroupNCCL.cpp, broadcastUniqueNCCLID), and a watchdog ends a process whose operation takes longer
-than the group's time-out.
+torch.distributed has a backend `nccl` for late devices that work by themselves. Its rules are those of
+`tests.late.group`. As with NCCL, communicators are made through the group's store (ProcessGroupNCCL.cpp,
+broadcastUniqueNCCLID), and a watchdog ends a process whose operation takes longer than the group's time-out.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from tests.late.group import Group, Message
 
 
 class WiredGroup(Group):
-    """Its ranks are processes of one machine."""
+    """A group whose ranks are processes of one machine."""
 
     def __init__(self, name: str, rank: int, size: int, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(name, rank, size)
@@ -48,9 +47,9 @@ class WiredGroup(Group):
     def _begin_collective(
         self, name: str, stream: torch.Stream, kind: str, root: int, numbers: tuple[str, int, int, int]
     ) -> Any:
-        where, seconds = (stream.device_index, stream.stream_id), self._timeout.total_seconds()
+        stream_numbers, seconds = (stream.device_index, stream.stream_id), self._timeout.total_seconds()
         return extension().wired_collective(
-            *where, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}", seconds
+            *stream_numbers, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}", seconds
         )
 
     def abort(self) -> None:
@@ -59,7 +58,7 @@ class WiredGroup(Group):
 
 
 def stand_in_for_nccl() -> None:
-    """Let the backend `nccl` be the late group."""
+    """Make the backend `nccl` the late group."""
 
     def make(options: Any, backend_options: Any) -> WiredGroup:
         name = f"{options.group_id}@{'.'.join(map(str, options.global_ranks_in_group))}"
@@ -72,7 +71,7 @@ def stand_in_for_nccl() -> None:
 
 
 def begin_process(rank: int, index: int, draw: Draw) -> None:
-    """Fresh devices for this process, of which it has the one of that index."""
+    """Reset the devices of this process, and select its own one."""
     begin(draw)
     torch.accelerator.set_device_index(index)
     if not extension().works_by_itself():

@@ -1,8 +1,7 @@
-"""Pipelines whose vocabulary is in shards on all ranks, on late devices: collectives beside messages and transfers.
+"""Pipelines whose vocabulary is sharded over all ranks, on late devices: collectives during messages and transfers.
 
-In: a schedule with shards. Out: as `tests.late.pipeline`; what has to come out is the same plan run on CPU tensors in
-one thread, where sums are taken in the order in which late groups take them. Real are the collectives, both algorithms'
-shards, and the lane beside the computation.
+The expected gradients are those of the same plan on CPU tensors in one thread, with sums in the order of late groups.
+The collectives, the shards of both algorithms, and the lane parallel to the computation are real.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from tests.late.pipeline import TIMEOUT_S, LatePipeline, Rank, controls
 from tests.unit.runtime.pipeline import ROWS, WIDTH, inputs_of, take_turns
 from tests.unit.runtime.sharded import VOCABULARY, Rows, SharedMail, SharedPost
 
-# What stands behind the stages of a rank in its gradients.
+# Numbers of the vocabulary's weights in a rank's gradients, in place of a stage.
 OUTPUT, INPUT = -1, -2
 
 
@@ -39,7 +38,7 @@ def sharded(p: int, m: int, vocabulary: Vocabulary, input_shards: bool = False) 
 
 
 SHARDED: dict[str, Callable[[], Schedule]] = {
-    # With fewer micro-batches one leaves, and sizes of one cannot differ.
+    # With fewer micro-batches only one is evicted, whose size cannot differ.
     "vocabulary 1": lambda: sharded(4, 10, Vocabulary.ONE),
     "vocabulary 2": lambda: sharded(4, 8, Vocabulary.TWO),
     "vocabulary 1, embedding": lambda: sharded(4, 10, Vocabulary.ONE, input_shards=True),
@@ -48,7 +47,7 @@ SHARDED: dict[str, Callable[[], Schedule]] = {
 
 
 class Table:
-    """Rows of the embedding."""
+    """A rank's rows of the embedding."""
 
     def __init__(self, weight: torch.nn.Parameter, first_row: int) -> None:
         self._weight, self._first_row = weight, first_row
@@ -66,8 +65,7 @@ class Table:
 
 
 class ShardedModel(LateModel):
-    """A stage is a layer; the last makes what the output layer makes tokens' losses of, and the first may be given
-    what all ranks have looked up."""
+    """A model whose stages are layers; the last makes the output layer's inputs, the first may take embedded tokens."""
 
     def __init__(self, schedule: Schedule, extra: Extra) -> None:
         super().__init__(schedule.num_stages, extra)
@@ -82,7 +80,7 @@ class ShardedModel(LateModel):
         return self.on(device(rank), rank, self._on_device)
 
     def on(self, where: torch.device, rank: int, weights: dict[Place, torch.nn.Parameter]) -> TorchStages:
-        """Return a rank's stages, and leave its weights under its numbers."""
+        """Return a rank's stages, and store its weights in `weights`."""
         layout = self._schedule.layout
         for stage in layout.stages_of(rank):
             weights[rank, stage] = torch.nn.Parameter(self.weights[stage].to(where))
@@ -107,7 +105,7 @@ class ShardedModel(LateModel):
     def shards(
         self, rank: int, weights: dict[Place, torch.nn.Parameter]
     ) -> tuple[OutputShard | EarlyShard, Shards | None]:
-        """Return a rank's rows of the output layer, and of the embedding where that is in shards."""
+        """Return a rank's rows of the output layer, and of the embedding if it is sharded."""
         layout, weight, first = self._schedule.layout, weights[rank, OUTPUT], rank * VOCABULARY
         output: OutputShard | EarlyShard
         if layout.vocabulary is Vocabulary.TWO:
@@ -126,7 +124,7 @@ class ShardedModel(LateModel):
         return torch.randint(len(self._rows[INPUT]), (ROWS,), generator=torch.Generator().manual_seed(100 + microbatch))
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
-        """Run the same plan on CPU tensors."""
+        """Run the same plan on CPU tensors, and return the gradients."""
         weights: dict[Place, torch.nn.Parameter] = {}
         ranks = range(schedule.num_ranks)
         stages = [self.on(torch.device("cpu"), rank, weights) for rank in ranks]
@@ -141,7 +139,7 @@ class ShardedModel(LateModel):
 
 
 class MailInOrder(SharedMail):
-    """Sums are taken from the last rank down, as in late groups (csrc/exchange.cpp)."""
+    """A mail whose sums are taken from the last rank down, as in late groups (csrc/exchange.cpp)."""
 
     def total(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return sum(reversed(parts[:-1]), parts[-1])
@@ -153,9 +151,9 @@ class ShardRank(Rank):
         assert isinstance(edges, Edges)
         assert isinstance(pipeline, ShardedPipeline)
         self.shards = pipeline.model.shards(self.rank, pipeline.model._on_device)
-        output, layout, everybody = self.shards[0], pipeline.schedule.layout, tuple(range(pipeline.schedule.num_ranks))
+        output, layout, all_ranks = self.shards[0], pipeline.schedule.layout, tuple(range(pipeline.schedule.num_ranks))
         sorts = (*SORTS, *INPUT_SORTS) if layout.input_shards else SORTS
-        groups = {kind: new_group(everybody, TYPE, TIMEOUT_S, f"SHARDS_{kind.value}") for kind in sorts}
+        groups = {kind: new_group(all_ranks, TYPE, TIMEOUT_S, f"SHARDS_{kind.value}") for kind in sorts}
         for group in groups.values():
             dist.all_reduce(torch.zeros(1, device=here), group=group)
         hosts = {
@@ -163,7 +161,7 @@ class ShardRank(Rank):
             for pair, ends in pipeline.shard_controls.items()
             if self.rank in ends
         }
-        shared = SharedGroups(everybody, groups, hosts)  # type: ignore[arg-type]
+        shared = SharedGroups(all_ranks, groups, hosts)  # type: ignore[arg-type]
         second = SecondStep(output.late, beside(here, TIMEOUT_S)) if isinstance(output, EarlyShard) else None
         return Collectives(self.rank, shared, layout.rank_of_action, here, second, edges=edges)
 

@@ -1,7 +1,7 @@
-"""A small model for late devices whose micro-batches are cut into slices: each attends to the keys of those before it.
+"""A small model for late devices whose micro-batches are cut into slices; each attends to the keys of earlier ones.
 
-In: a schedule of slices. Out: as `tests.late.model`. What keeps keys and values, and collects their gradients, is the
-trainer's own code. `differing`: scores are saved, so a later slice saves more; else attention computes them again.
+Kept keys and values and their gradients are handled by the trainer's own code. `differing`: scores are saved, so later
+slices save more; otherwise attention is recomputed.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tests.unit.runtime.slices import Attend, SlicedStages, new_keys, probabilit
 
 
 class SlicedModel(LateModel):
-    """A stage is a layer of attention. `keys` of a rank are there once it has stages."""
+    """A model whose stages are layers of attention. `keys` has a rank's keys once it has stages."""
 
     def __init__(self, schedule: Schedule, differing: bool) -> None:
         super().__init__(schedule.num_stages)
@@ -36,11 +36,11 @@ class SlicedModel(LateModel):
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
         gradients = super().expected(schedule, iterations)
-        assert all(keys.nbytes == 0 for keys in self.keys.values()), "keys are kept of a micro-batch that is over"
+        assert all(keys.nbytes == 0 for keys in self.keys.values()), "keys of a finished micro-batch are still kept"
         return gradients
 
     def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
-        """By number of a slice and stage, what it adds: on the CPU, micro-batch by micro-batch."""
+        """Return what each slice adds to each stage's gradient, computed on the CPU micro-batch by micro-batch."""
         weights = [torch.nn.Parameter(weight) for weight in self.weights]
         stages = self._stages(dict(enumerate(weights)), self._new_keys())
         parts: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]

@@ -1,7 +1,7 @@
 """Let Megatron's own trainer run on late devices: "cuda" means them, and the backend `nccl` is the late group.
 
-In: a process in which `megatron` has not been imported yet. Out: the same, by the seams of the CPU stand-in. Devices do
-nothing before `tests.late.processes.begin_process`. Streams, events and memory are the late device's own.
+Must run before `megatron` is imported; it uses the same hooks as the CPU stand-in. Devices do nothing before
+`tests.late.processes.begin_process`. Streams, events and memory are the late device's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.scheduling import cpu as cpu_runtime
 from tests.late.devices import CAPACITY_BYTES, NUM_DEVICES, TYPE, extension
 from tests.late.processes import stand_in_for_nccl
 
-# As on a GPU, but for what has no kernel outside of CUDA. The backend is NCCL's by default.
+# As on a GPU, except for what has no kernel outside of CUDA. The default backend is NCCL's.
 ARGUMENTS = tuple(argument for argument in cpu_runtime.ARGUMENTS if argument not in ("--distributed-backend", "gloo"))
 
 
@@ -30,14 +30,14 @@ class _Stream:
 
 
 class _Event:
-    """`torch.cuda.Event`, likewise."""
+    """`torch.cuda.Event`, made in the same way."""
 
     def __new__(cls, enable_timing: bool = False, **kwargs: object) -> Any:
         return torch.Event(torch.device(TYPE), enable_timing=enable_timing)
 
 
 class _State:
-    """A state of a generator that graphs may share: a number of draws, and no draws of a replay."""
+    """A state of a generator that graphs may share; replays draw nothing."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers = numbers
@@ -47,7 +47,7 @@ class _State:
 
 
 class _Generator:
-    """One of `torch.cuda.default_generators`: the host's, with states that can be put in place of each other."""
+    """One of `torch.cuda.default_generators`: the host's generator, with states that can be swapped."""
 
     def __init__(self) -> None:
         self._state = _State(torch.get_rng_state())
@@ -72,7 +72,7 @@ class _Generator:
 
 
 class _Graph:
-    """`torch.cuda.CUDAGraph`. Kernels draw from the host's generator, so a replay draws nothing anew."""
+    """`torch.cuda.CUDAGraph`. Kernels draw from the host's generator, so a replay draws no new numbers."""
 
     number = 0
 
@@ -113,7 +113,7 @@ def _properties(device: object = None) -> SimpleNamespace:
 
 
 def install() -> None:
-    """Call once, before Megatron is imported."""
+    """Install the stand-in. Call it once, before Megatron is imported."""
     extension()
     stand_in_for_nccl()
     here = torch.accelerator

@@ -1,8 +1,7 @@
-"""Let gloo add in the order of late groups: from the last rank down (csrc/exchange.cpp).
+"""Let gloo sum in the order of late groups: from the last rank down (csrc/exchange.cpp).
 
-In: a process of a training run on CPUs. Out: the same, whose sums of more than two ranks have the bits of late groups.
-NCCL and gloo promise no order, and another order is another rounding: a run on late devices can be laid beside one on
-CPUs only if both add alike.
+NCCL and gloo promise no order, and another order rounds differently, so runs on late devices and on CPUs can be
+compared only if both sum in the same order. This changes sums of more than two ranks in a training on CPUs.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 
 class _Over:
-    """A sum that is there already."""
+    """A finished sum."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -36,29 +35,31 @@ def _total(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
 
 
 def install() -> None:
-    """Call once, before anything is added."""
+    """Replace both functions. Call it once, before anything is summed."""
     reduce, all_reduce = dist.reduce, dist.all_reduce
 
-    def one_takes(
+    def ordered_reduce(
         tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         if not _is_sum(tensor, op, group):
             return reduce(tensor, dst, op, group, async_op)
         total = _total(tensor, group)
-        return _kept(tensor, total, async_op) if dist.get_rank() == dst else _Over() if async_op else None
+        return _assigned(tensor, total, async_op) if dist.get_rank() == dst else _Over() if async_op else None
 
-    def all_take(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def ordered_all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         if not _is_sum(tensor, op, group):
             return all_reduce(tensor, op, group, async_op)
-        return _kept(tensor, _total(tensor, group), async_op)
+        return _assigned(tensor, _total(tensor, group), async_op)
 
-    calls: dict[str, Callable[..., Any]] = {"reduce": one_takes, "all_reduce": all_take}
+    calls: dict[str, Callable[..., Any]] = {"reduce": ordered_reduce, "all_reduce": ordered_all_reduce}
     for name, call in calls.items():
         setattr(dist, name, call)
         setattr(torch.distributed.distributed_c10d, name, call)
 
 
 @torch.no_grad()
-def _kept(tensor: torch.Tensor, total: torch.Tensor, async_op: bool) -> _Over | None:
+def _assigned(tensor: torch.Tensor, total: torch.Tensor, async_op: bool) -> _Over | None:
     tensor.copy_(total)
     return _Over() if async_op else None

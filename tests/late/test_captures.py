@@ -1,8 +1,7 @@
-"""Iterations captured into a graph with their transfers: replays have the bits of eager iterations, in any order of
-operations that nothing orders.
+"""Iterations captured into a graph with their transfers: replays have the bits of eager iterations, in any order.
 
-A late device captures as CUDA does: what it is given does not run, no host may wait or ask, memory is of a pool of its
-own, and a stream that has not come back is an error.
+A late device captures as CUDA does: captured operations do not run, hosts may not wait or query, memory is from a
+private pool, and a stream that was not joined again is an error.
 """
 
 from __future__ import annotations
@@ -87,14 +86,14 @@ def test_steps_of_torchs_runtime_are_captured(name: str) -> None:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_that_is_missing_in_a_capture_is_noticed(name: str) -> None:
-    """Iterations before it have all their waits."""
+    """The iterations before the capture have all their waits."""
     for wait in WAITS[name]:
         is_noticed = noticed(
             lambda wait=wait: LatePipeline(
                 SCHEDULES[wait.schedule](), wait.kind, replays=REPLAYS, in_capture=wait.taken_out()
             )
         )
-        assert is_noticed, f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
+        assert is_noticed, f"{name}, in {wait.schedule} by {wait.kind}: not noticed"
 
 
 CANNOT_BE_CAPTURED = {
@@ -109,7 +108,7 @@ CANNOT_BE_CAPTURED = {
 }
 
 
-# Into memory of the host: what a failed run has lent of a device's is there until the process ends.
+# In host memory, because device memory that a failed run has lent is kept until the process ends.
 @pytest.mark.parametrize("name", CANNOT_BE_CAPTURED)
 def test_what_cannot_be_captured_is_an_error(name: str) -> None:
     left_out, error = CANNOT_BE_CAPTURED[name]
@@ -130,7 +129,7 @@ STORAGE_BYTES = 4 * NUMBERS
 
 @pytest.mark.parametrize("kind", ["peer", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_captures_own_memory_is_smaller_by_what_leaves(kind: str) -> None:
-    """A capture's pool holds what its iteration holds at its peak, and nothing that was evicted."""
+    """A capture's pool holds its iteration's peak, without what was evicted."""
     balanced = SCHEDULES["1f1b"]()
     plain = build(ScheduleConfig("1f1b", 4, balanced.num_microbatches))
     pools = {}
@@ -160,7 +159,7 @@ def test_a_capture_does_not_run_and_its_memory_stays_its_own() -> None:
         address = result.data_ptr()
         del result
         again = torch.empty(4, device=here)
-        assert again.data_ptr() == address, "memory that is freed in a capture is used again in it"
+        assert again.data_ptr() == address, "memory that is freed in a capture is reused in it"
         del again
         with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureUnsupported"):
             torch.accelerator.synchronize()

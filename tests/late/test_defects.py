@@ -1,11 +1,11 @@
-"""Defects that a reading of the code found, as they were, each found by a run.
+"""Defects that were found by reading the code, each reproduced by a run.
 
-Elsewhere are: communicators that the first batch makes, with 8 stages (`test_grid.py`, `test_megatron.py`); queues that
-streams share (`test_grid.py`, `test_sharded.py`); a probe that a watchdog ends (`test_processes.py`).
+Others are elsewhere: communicators that the first batch makes, with 8 stages (`test_grid.py`, `test_megatron.py`);
+queues that streams share (`test_grid.py`, `test_sharded.py`); a probe that a watchdog ends (`test_processes.py`).
 
-Of one no device without compute units shows anything. A receive that is posted early holds some, and a kernel with a
-block for each unit needs a second wave. That runs on the units that are free, behind the first, and needs nothing of
-the receive: it takes time, and changes neither bits nor who waits for whom.
+A device without compute units cannot show one of them. A receive that is posted early occupies some units, and a kernel
+with a block for each unit needs a second wave. That wave runs on the free units after the first and does not depend on
+the receive, so it costs time, but changes neither bits nor the order of waits.
 """
 
 import gc
@@ -26,23 +26,23 @@ from megatron.scheduling.loop.measurements import Besides, FirstMeasured, latest
 from megatron.scheduling.replanning import ProcessMemory, measure_process
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device
-from tests.late.grid import Run, plan_of, stands_still
+from tests.late.grid import Run, deadlocks, plan_of
 from tests.late.model import LateModel
 from tests.late.pipeline import LatePipeline, Rank, wrong_bits
 
 
 @pytest.mark.parametrize("births", [False, True])
-def test_a_device_that_is_waited_for_before_the_first_message_stands_still_at_births(births: bool) -> None:
-    """With 4 stages, as a first timer synchronizes it: the last rank waits for its first HOST before the message that
-    makes the communicator. Made before the loop, it lets the rank go on."""
+def test_a_device_that_is_waited_for_before_the_first_message_deadlocks_at_births(births: bool) -> None:
+    """A first timer synchronizes: the last of 4 ranks waits for its first HOST before the message that makes the
+    communicator. Making it before the loop avoids the deadlock."""
     schedule = plan_of("1f1b", 4, 8, Exchange.MEGATRON_1F1B)
     assert schedule is not None
     run = Run(births=births, at_issue=True)
-    assert stands_still(schedule, Exchange.MEGATRON_1F1B, run) is births
+    assert deadlocks(schedule, Exchange.MEGATRON_1F1B, run) is births
 
 
 def test_streams_of_each_program_are_those_of_others_after_sixteen() -> None:
-    """Torch has 32 of a priority, so a process makes one pair of them, whatever it runs."""
+    """Torch has 32 streams of each priority, so a process makes one pair, whatever it runs."""
     begin(Draw(1))
     streams = [Streams(device()) for _ in range(17)]
     assert {streams[0]._outbound, streams[0]._inbound} == {streams[16]._outbound, streams[16]._inbound}
@@ -50,7 +50,7 @@ def test_streams_of_each_program_are_those_of_others_after_sixteen() -> None:
 
 
 class Cleared(torch.autograd.Function):
-    """Lets go of what it saved where that is read, which is once."""
+    """A function that releases what it saved when it is read, which is possible once."""
 
     clear_saved_tensors_on_access = True
 
@@ -79,7 +79,7 @@ def clearing(kind: str) -> LatePipeline:
 
 @pytest.mark.parametrize("kind", ["two-sided", "peer"])
 def test_what_is_let_go_of_where_it_is_read_is_not_read_ahead(kind: str) -> None:
-    """Looking for what leaves unpacked it, and the backward ended the run."""
+    """The search for movable tensors unpacked it, and the backward failed."""
     pipeline = clearing(kind)
     assert wrong_bits(pipeline, Draw(2)) == []
     assert any(rank.moved_bytes for rank in pipeline.ranks)
@@ -92,12 +92,12 @@ def test_what_is_read_ahead_ends_the_run_where_it_is_let_go_of(monkeypatch: pyte
         clearing("peer").run(Draw(2))
 
 
-# What leaves of a micro-batch is larger than what a device rounds up to.
+# A micro-batch evicts more than a device's rounding.
 NUMBERS, PAGE_BYTES = 1 << 20, 2 << 20
 
 
 class MeasuredRank(Rank):
-    """One that looks at its device at the end of an iteration, as `Learner` does: before anybody updates weights."""
+    """A rank that measures its device at the end of an iteration, as `Learner` does before weights are updated."""
 
     def iterate(self, executor: Executor) -> None:
         super().iterate(executor)
@@ -119,7 +119,7 @@ class MeasuredRank(Rank):
         self.learned, self.as_it_was = map(self.learn, (self.measured, replace(self.measured, lent_bytes=0)))
 
     def _weights(self) -> int:
-        """Return the bytes of its weights, or of their gradients."""
+        """Return the bytes of the rank's weights, which are also those of its gradients."""
         return sum(weight.nbytes for (rank, _), weight in self._pipeline.model._on_device.items() if rank == self.rank)
 
     def learn(self, measured: FirstMeasured) -> ProcessMemory:
@@ -135,15 +135,15 @@ class MeasuredPipeline(LatePipeline):
         return MeasuredRank(self, rank)
 
     def learned(self) -> list[MeasuredRank]:
-        # What earlier tests left in cycles would be freed during the run, and its segments would not be counted.
+        # Garbage of earlier tests would be freed during the run, and its segments would not be counted.
         gc.collect()
         self.run(Draw(1), 1)
         return [rank for rank in self.ranks if isinstance(rank, MeasuredRank)]
 
 
 def test_memory_that_is_lent_is_not_somebody_elses_too() -> None:
-    """A budget is learned from what a device holds besides micro-batches. Lent memory lies outside of torch's
-    allocator, and was counted there and as a part of the micro-batches' peak."""
+    """A budget is learned from what a device holds besides micro-batches. Lent memory is not torch's; it was
+    counted both there and in the micro-batches' peak."""
     schedule = plan_of("1f1b", 4, 8, Exchange.POSTED)
     assert schedule is not None
     for kind in ("two-sided", "peer"):
@@ -157,13 +157,13 @@ def test_memory_that_is_lent_is_not_somebody_elses_too() -> None:
 
 
 def test_a_graph_is_walked_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host took 11 microseconds a node at each eviction, ahead of the next kernels. A late device knows no host's
-    time; how often one looks at all that was saved is counted."""
+    """A walk took the host 11 microseconds per node at each eviction, ahead of the next kernels. Late devices do not
+    measure the host's time, so walks are counted."""
     walks: list[object] = []
     find = evictor.find
     monkeypatch.setattr(evictor, "find", lambda *arguments: walks.append(arguments) or find(*arguments))
     pipeline = LatePipeline(SCHEDULES["1f1b"](), "two-sided")
     assert wrong_bits(pipeline, Draw(1), 3) == []
     evicting = sum(bool(num_transfers(pipeline.schedule, rank).evictions) for rank in range(4))
-    # To tell how large they are, and to remember where they were.
+    # One for the sizes, and one to remember the locations.
     assert len(walks) == 2 * evicting

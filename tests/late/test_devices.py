@@ -1,4 +1,4 @@
-"""The late device itself: what CUDA promises holds there, and what it does not promise does not."""
+"""The late device itself has the guarantees of CUDA, and no others."""
 
 import gc
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def drawn(draw: Draw | None = None, **named: int) -> None:
-    # What another test left is garbage, which its device still counts.
+    # Garbage of other tests still counts as allocated.
     gc.collect()
     begin(draw or Draw(1), **named)
 
@@ -47,13 +47,13 @@ def test_nothing_is_done_before_somebody_waits() -> None:
     copy = numbers().to(LATE)
     event = torch.Event(LATE)
     event.record()
-    assert extension().standing(), "it is under way"
+    assert extension().standing(), "it is in progress"
     event.synchronize()
     assert copy[5].item() == 5.0
 
 
 def orders_of_two_streams(ordered: bool) -> set[float]:
-    """What a reader on one stream saw of a writer on another, over many seeds."""
+    """Return what a reader on one stream saw of a writer on another, over many seeds."""
     seen = set()
     for seed in range(20):
         drawn(Draw(seed))
@@ -104,16 +104,16 @@ def test_record_stream_keeps_memory_until_that_stream_is_done() -> None:
 
 
 def test_blocks_are_split_and_merged_as_by_torch_for_cuda() -> None:
-    """A segment of 20 MiB for what is smaller than 10, cut up; empty_cache gives back whole segments."""
+    """What is smaller than 10 MiB gets a part of a 20 MiB segment; empty_cache returns whole segments."""
     drawn()
     parts = [torch.empty(5 * MIB, dtype=torch.uint8, device=LATE) for _ in range(4)]
     assert (torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()) == (20 * MIB, 20 * MIB)
     del parts[1]
     torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_reserved() == 20 * MIB, "others lie in it"
+    assert torch.accelerator.memory_reserved() == 20 * MIB, "other parts are in use"
     parts.clear()
     whole = torch.empty(20 * MIB, dtype=torch.uint8, device=LATE)
-    assert torch.accelerator.memory_reserved() == 20 * MIB, "the parts are one again"
+    assert torch.accelerator.memory_reserved() == 20 * MIB, "the parts are merged"
     del whole
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_reserved() == 0
@@ -141,8 +141,7 @@ def test_a_full_device_gives_back_what_is_cached_and_then_says_so() -> None:
 
 
 def test_one_hardware_queue_holds_up_what_is_behind_its_head() -> None:
-    """CUDA_DEVICE_MAX_CONNECTIONS=1: a stream that waits at the head of the queue, and another one with nothing to
-    wait for behind it."""
+    """CUDA_DEVICE_MAX_CONNECTIONS=1: a waiting stream at the queue's head delays another one that need not wait."""
     for connections, over in ((0, True), (1, False)):
         drawn(Draw(1, connections=connections))
         waits, free, slow = (torch.Stream(LATE) for _ in range(3))
@@ -163,12 +162,12 @@ def test_one_hardware_queue_holds_up_what_is_behind_its_head() -> None:
 def test_events_tell_the_time_of_the_device() -> None:
     drawn()
     stream = torch.Stream(LATE)
-    begin_, end = (torch.Event(LATE, enable_timing=True) for _ in range(2))
-    begin_.record(stream)
+    start, end = (torch.Event(LATE, enable_timing=True) for _ in range(2))
+    start.record(stream)
     extension().work(0, stream.stream_id, 500.0)
     end.record(stream)
     end.synchronize()
-    assert begin_.elapsed_time(end) == 0.5
+    assert start.elapsed_time(end) == 0.5
 
 
 def test_several_devices_have_streams_and_memory_of_their_own() -> None:

@@ -1,8 +1,7 @@
-"""Whole pipelines on late devices, whose times are declared: what balancing costs if every transfer is shorter than every
-computation.
+"""Whole pipelines on late devices with given durations: balancing is free if transfers are shorter than computations.
 
-Each rank has a stream of its own on one device, as in `tests.gpu.pipelines`. Which waits are exposed, a late device says
-exactly.
+Each rank has its own stream on one device, as in `tests.gpu.pipelines`. A late device knows exactly which waits are
+exposed.
 """
 
 import functools
@@ -24,14 +23,14 @@ from tests.gpu.common import seconds
 from tests.gpu.one_stage import engine_of, to_host
 from tests.support.hand_made import with_late_loads
 
-# A transfer takes 2 us, a forward 3 at least.
+# A transfer takes 2 us, and a forward at least 3 us.
 SIZES = pipelines.Sizes(64, 32, 1)
-# As long as four forwards.
+# With transfers that take as long as four forwards.
 LONGER = replace(SIZES, rows=1024)
 
 
 @dataclass(frozen=True)
-class Ran:
+class Measurement:
     """Seconds of an iteration, and the transfers that were waited for."""
 
     elapsed_s: float
@@ -54,7 +53,7 @@ HIDDEN = {
     "slices": config("interleaved-1f1b", 4, 4, 2, slices=2),
     "pool behind devices": config("interleaved-1f1b", 4, 8, 2, bounds=(6,), hosts="all"),
 }
-# At the lowest bound an eviction is also in a bubble, and the load after it, which takes its memory, waits there.
+# At the lowest bound, some evictions are in a bubble, and the load after it, which takes its memory, waits there.
 IN_BUBBLES = {
     "pool": config("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
     "own memory": config("1f1b", 4, 8, hosts="host"),
@@ -63,7 +62,7 @@ IN_BUBBLES = {
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    """Without poison, which takes time of the device, and copies that nothing holds back."""
+    """Yield the device, without poison, which takes device time, and with copies that nothing delays."""
     device = accelerator(LATE)
     monkeypatch.setattr(pipelines, "engine_of", lambda *arguments, poison: engine_of(*arguments))
     monkeypatch.setattr(pipelines, "late_to_host", lambda on: to_host(on.device))
@@ -73,12 +72,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     torch.set_num_threads(threads)
 
 
-def ran(schedule: Schedule, on: Accelerator, sizes: pipelines.Sizes = SIZES) -> Ran:
-    """The second iteration's seconds, and the third's waits."""
+def ran(schedule: Schedule, on: Accelerator, sizes: pipelines.Sizes = SIZES) -> Measurement:
+    """Measure the second iteration's seconds, and the third's waits."""
     model = pipelines.Model(schedule.num_stages, sizes, on)
     box: pipelines.Box = {}
     ranks = [pipelines.Rank(schedule, rank, model, box, on) for rank in range(schedule.num_ranks)]
-    # In the first iteration host buffers are made.
+    # The first iteration makes the host buffers.
     _, elapsed_s = (seconds(on.device, functools.partial(iteration, ranks)) for _ in range(2))
     for rank in ranks:
         with current(rank.stream):
@@ -87,11 +86,11 @@ def ran(schedule: Schedule, on: Accelerator, sizes: pipelines.Sizes = SIZES) -> 
     rows = [rank.engine.recorder.rows({}, rank.engine.moved_bytes)[0] for rank in ranks if rank.engine.recorder]
     for rank in ranks:
         rank.engine.release()
-    return Ran(elapsed_s, [row for of_rank in rows for row in of_rank if row.wait_s > 0])
+    return Measurement(elapsed_s, [row for of_rank in rows for row in of_rank if row.wait_s > 0])
 
 
 def iteration(ranks: list[pipelines.Rank]) -> None:
-    """All ranks begin and end together, for the stream that takes the time."""
+    """Begin and end all ranks together on the stream that measures time."""
     begun = torch.accelerator.current_stream().record_event()
     for rank in ranks:
         rank.stream.wait_event(begun)
@@ -102,9 +101,9 @@ def iteration(ranks: list[pipelines.Rank]) -> None:
 
 @pytest.mark.parametrize("name", [*HIDDEN, *IN_BUBBLES])
 def test_what_fits_into_computations_costs_nothing(name: str, on: Accelerator) -> None:
-    asked = {**HIDDEN, **IN_BUBBLES}[name]
-    balanced = ran(build(asked), on)
-    assert balanced.elapsed_s == ran(build(replace(asked, balance=None)), on).elapsed_s
+    case_config = {**HIDDEN, **IN_BUBBLES}[name]
+    balanced = ran(build(case_config), on)
+    assert balanced.elapsed_s == ran(build(replace(case_config, balance=None)), on).elapsed_s
     assert bool(balanced.waits) is (name in IN_BUBBLES), balanced.waits
 
 

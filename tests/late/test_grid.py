@@ -1,7 +1,6 @@
-"""The deadlock checker and late groups, held to each other over a grid of plans (`tests.late.grid`).
+"""Compare the deadlock checker with late groups over a grid of plans (`tests.late.grid`).
 
-Beside plans as they are balanced stand the same with transfers started earlier or later on the hosts' side, of which
-many stand still.
+In addition to balanced plans, transfers are started earlier or later on the hosts' side, which deadlocks many plans.
 """
 
 import pytest
@@ -16,12 +15,12 @@ from tests.late.grid import (
     EXCHANGES,
     MOVES,
     Run,
+    deadlocks,
     disagreements,
-    may_stand_still,
+    may_deadlock,
     moved,
     moves_anything,
     plan_of,
-    stands_still,
 )
 from tests.support.hand_made import far_ahead, host_first
 
@@ -39,11 +38,11 @@ SHARE = [
 @pytest.mark.parametrize("kind", ["two-sided", "host"])
 @pytest.mark.parametrize("name", PLANS)
 def test_both_say_the_same_of_a_schedule(name: str, kind: str) -> None:
-    """Our own loop, with as many hardware queues as streams, and with one."""
+    """Run our own loop, with one hardware queue per stream and with one for all."""
     schedule = PLANS[name]()
     for waits, connections in ((WaitLevel.ASYNCHRONOUS, 0), (WaitLevel.ONE_QUEUE, 1)):
         run = Run(kind, connections, waits)
-        assert stands_still(schedule, Exchange.POSTED, run) == bool(blocked_ranks(schedule, waits)), run
+        assert deadlocks(schedule, Exchange.POSTED, run) == bool(blocked_ranks(schedule, waits)), run
 
 
 @pytest.mark.parametrize(("name", "p"), SHARE)
@@ -60,27 +59,27 @@ def test_both_say_the_same_of_a_plan_that_was_moved(name: str, exchange: Exchang
     assert schedule is not None
     changed = moved(schedule, Kind.HOST, 2)
     assert changed is not None
-    wrong, still = disagreements(changed, exchange, everything=False, in_one_slot=False)
+    wrong, num_deadlocks = disagreements(changed, exchange, everything=False, in_one_slot=False)
     assert wrong == []
-    assert still
+    assert num_deadlocks
 
 
 def test_memory_that_a_host_lends_is_waited_for() -> None:
-    """Of a plan in which hosts come three slots after what leaves, the checker said that it stands still, and it went
-    on: there both ends take part, and nobody lends. Over `peer` it stands still, where hosts wait for messages."""
+    """The hosts come three slots after the evictions. The checker reported a deadlock, but with both ends taking part,
+    nothing is lent and the plan runs. It deadlocks over `peer` if hosts wait for messages."""
     schedule = plan_of("mixpipe", 6, 12, Exchange.POSTED)
     assert schedule is not None
     changed = moved(schedule, Kind.HOST, 3)
     assert changed is not None
     for kind, stands in (("two-sided", False), ("peer", True)):
         run = Run(kind, hosts_wait=True)
-        assert stands_still(changed, Exchange.POSTED, run) is stands
-        assert may_stand_still(changed, Exchange.POSTED, run) is stands
+        assert deadlocks(changed, Exchange.POSTED, run) is stands
+        assert may_deadlock(changed, Exchange.POSTED, run) is stands
 
 
 def test_both_say_the_same_of_births() -> None:
-    """With 8 stages Megatron's 1F1B stands still unless its communicator is made before, over whatever tells sizes;
-    with 4 it does not."""
+    """Megatron's 1F1B of 8 stages deadlocks unless its communicator is made in advance, over all that send sizes;
+    with 4 stages it does not."""
     for p, stands in ((4, False), (8, True)):
         schedule = plan_of("1f1b", p, 8, Exchange.MEGATRON_1F1B)
         assert schedule is not None
@@ -88,12 +87,12 @@ def test_both_say_the_same_of_births() -> None:
             for births in (False, True):
                 run = Run(kind, births=births)
                 verdicts = (
-                    stands_still(schedule, Exchange.MEGATRON_1F1B, run),
-                    may_stand_still(schedule, Exchange.MEGATRON_1F1B, run),
+                    deadlocks(schedule, Exchange.MEGATRON_1F1B, run),
+                    may_deadlock(schedule, Exchange.MEGATRON_1F1B, run),
                 )
                 assert verdicts == (stands and births, stands and births), run
-        # Where a rank's own node takes what leaves nobody waits to hear of it.
-        assert not stands_still(schedule, Exchange.MEGATRON_1F1B, Run("host", births=True))
+        # With a node's own memory, no rank waits for sizes.
+        assert not deadlocks(schedule, Exchange.MEGATRON_1F1B, Run("host", births=True))
 
 
 def test_both_say_the_same_of_plans_that_stand_still() -> None:
@@ -104,16 +103,15 @@ def test_both_say_the_same_of_plans_that_stand_still() -> None:
         (host_first(), Run(differing=True), True),
         (host_first(), Run(waits=WaitLevel.AT_ISSUE, at_issue=True), True),
     ):
-        assert (stands_still(schedule, Exchange.POSTED, run), may_stand_still(schedule, Exchange.POSTED, run)) == (
+        assert (deadlocks(schedule, Exchange.POSTED, run), may_deadlock(schedule, Exchange.POSTED, run)) == (
             stands,
             stands,
         ), run
 
 
 def test_a_rank_that_idles_takes_two_messages_of_one_neighbour() -> None:
-    """Of six stages or more, in as many micro-batches again: by the program a rank that waits for its next forward is
-    sent two gradients meanwhile. The stand-in for Megatron's loop took one, and fell over every such plan of the slow
-    grid."""
+    """With six stages or more and twice as many micro-batches, an idle rank that waits for its next forward is sent two
+    gradients. The stand-in for Megatron's loop took only one, and failed for every such plan of the slow grid."""
     exchange = Exchange.MEGATRON_INTERLEAVED
     schedule = plan_of("interleaved-1f1b", 6, 12, exchange)
     assert schedule is not None
@@ -123,15 +121,15 @@ def test_a_rank_that_idles_takes_two_messages_of_one_neighbour() -> None:
 
 
 def test_launches_that_block_hold_our_own_loop_and_not_megatrons() -> None:
-    """A host that waits for a receive which it posts ahead never comes to what its sender waits for. The trainer
-    refuses such a plan with CUDA_LAUNCH_BLOCKING=1."""
+    """A host that waits for a receive which it posts ahead never reaches what the sender waits for; the trainer refuses
+    such a plan with CUDA_LAUNCH_BLOCKING=1."""
     for exchange, stands in ((Exchange.POSTED, True), (Exchange.MEGATRON_1F1B, False)):
         schedule = plan_of("1f1b", 4, 8, exchange)
         assert schedule is not None
         for kind in ("two-sided", "host"):
             run = Run(kind, waits=WaitLevel.BLOCKING_LAUNCHES)
-            assert stands_still(schedule, exchange, run) is stands, run
-            assert may_stand_still(schedule, exchange, run) is stands, run
+            assert deadlocks(schedule, exchange, run) is stands, run
+            assert may_deadlock(schedule, exchange, run) is stands, run
 
 
 @pytest.mark.slow
@@ -155,9 +153,8 @@ def test_both_say_the_same_over_the_grid(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_say_the_same_of_plans_that_were_moved(name: str) -> None:
-    """Some of these stand still."""
     wrong: list[str] = []
-    plans = still = 0
+    plans = num_deadlocks = 0
     for p, m in ((4, 8), (6, 12)):
         for exchange in sorted(EXCHANGES[name], key=lambda member: member.value):
             schedule = plan_of(name, p, m, exchange)
@@ -165,10 +162,10 @@ def test_both_say_the_same_of_plans_that_were_moved(name: str) -> None:
                 assert schedule is not None
                 changed = moved(schedule, kind, by)
                 if changed is not None:
-                    differences, stood = disagreements(changed, exchange, everything=True, in_one_slot=False)
-                    plans, still = plans + 1, still + stood
+                    differences, deadlocked = disagreements(changed, exchange, everything=True, in_one_slot=False)
+                    plans, num_deadlocks = plans + 1, num_deadlocks + deadlocked
                     wrong += [f"p={p} m={m} {kind.name} {by:+} {difference}" for difference in differences]
-    print(f"{name}: {plans} plans, {still} runs of these stood still")
+    print(f"{name}: {plans} plans, {num_deadlocks} runs deadlocked")
     assert wrong == []
     assert plans
-    assert still
+    assert num_deadlocks

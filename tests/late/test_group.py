@@ -1,5 +1,4 @@
-"""The process group on late devices follows NCCL's rules: when communicators are made, which messages meet, and who waits
-for whom."""
+"""The late process group follows NCCL's rules: when communicators are made, which messages meet, and what waits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,12 @@ SEEDS = range(6)
 
 
 def hosts(count: int, does: Callable[[int], None], draw: Draw) -> None:
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         join(rank, count)
         does(rank)
 
     begin(draw)
-    run_hosts(count, one)
+    run_hosts(count, run_rank)
 
 
 def value(rank: int, count: int = 4) -> torch.Tensor:
@@ -33,31 +32,31 @@ def batch(*operations: tuple[Any, torch.Tensor, int]) -> None:
         work.wait()
 
 
-def heard(told: set[int], rank: int) -> None:
-    """Wait as for a message that passes by no device."""
-    extension().wait_until(lambda: rank in told, f"a host waits to hear from host {rank}")
+def wait_for_word(ranks_done: set[int], rank: int) -> None:
+    """Wait as for a message that does not use a device."""
+    extension().wait_until(lambda: rank in ranks_done, f"a host waits to hear from host {rank}")
 
 
 def test_messages_carry_what_they_were_given() -> None:
     def ring(rank: int) -> None:
-        got = torch.empty(4, device=device(rank))
-        batch((dist.isend, value(rank), (rank + 1) % 4), (dist.irecv, got, (rank - 1) % 4))
-        assert got.tolist() == [float((rank - 1) % 4)] * 4
+        received = torch.empty(4, device=device(rank))
+        batch((dist.isend, value(rank), (rank + 1) % 4), (dist.irecv, received, (rank - 1) % 4))
+        assert received.tolist() == [float((rank - 1) % 4)] * 4
 
     for seed in SEEDS:
         hosts(4, ring, Draw.of(seed))
 
 
 def test_a_batch_makes_the_communicator_of_all_ranks_and_waits_for_them() -> None:
-    """The cause of hanging first iterations of `--bpipe` with 8 stages and more over NCCL: before its first batch, a rank
-    waits for a message that comes only after the batches of others."""
-    told: set[int] = set()
+    """This hung the first iterations of `--bpipe` with 8 or more stages over NCCL: before its first batch, a rank waits
+    for a message that is sent only after the batches of others."""
+    ranks_done: set[int] = set()
 
     def chain(rank: int) -> None:
         if rank == 2:
-            heard(told, 1)
+            wait_for_word(ranks_done, 1)
         batch((dist.isend, value(rank), 1) if rank == 0 else (dist.irecv, value(rank), 0)) if rank < 2 else None
-        told.add(rank)
+        ranks_done.add(rank)
 
     with pytest.raises(
         RuntimeError, match=r"waits for the communicator \S+/all of ranks 0, 1, 2 to be made(.|\n)*hear from host 1"
@@ -66,37 +65,36 @@ def test_a_batch_makes_the_communicator_of_all_ranks_and_waits_for_them() -> Non
 
 
 def test_a_message_by_itself_makes_the_communicator_of_two() -> None:
-    told: set[int] = set()
+    ranks_done: set[int] = set()
 
     def chain(rank: int) -> None:
         if rank == 2:
-            heard(told, 1)
+            wait_for_word(ranks_done, 1)
         elif rank == 0:
             dist.send(value(0), 1)
         else:
             dist.recv(value(1), 0)
-        told.add(rank)
+        ranks_done.add(rank)
 
     hosts(3, chain, Draw(1))
 
 
 def exchange(by_batch: bool) -> Callable[[int], None]:
     def both(rank: int) -> None:
-        got, peer = torch.empty(4, device=device(rank)), 1 - rank
-        operations = (dist.isend, value(rank), peer), (dist.irecv, got, peer)
+        received, peer = torch.empty(4, device=device(rank)), 1 - rank
+        operations = (dist.isend, value(rank), peer), (dist.irecv, received, peer)
         if by_batch:
             batch(*operations)
         else:
             for work in [operation(tensor, who) for operation, tensor, who in operations]:
                 work.wait()
-        assert got.tolist() == [float(peer)] * 4
+        assert received.tolist() == [float(peer)] * 4
 
     return both
 
 
 def test_two_that_send_to_each_other_first_stand_still_but_in_one_batch() -> None:
-    """Kernels of one communicator run in the order of their issue, and one that waits for its other end holds up the
-    next."""
+    """Kernels of one communicator run in the order of their issue, and one without its other end blocks the next."""
     hosts(2, exchange(by_batch=True), Draw(1))
     with pytest.raises(
         RuntimeError, match=r"nobody can go on: (.|\n)*send 0>1 has begun and waits(.|\n)*send 1>0 has begun and waits"
@@ -109,11 +107,11 @@ def test_a_wait_holds_up_the_stream_and_not_the_host() -> None:
 
     def one_sends_late(rank: int) -> None:
         if rank == 1:
-            got = torch.empty(4, device=device(1))
-            work = dist.irecv(got, 0)
+            received = torch.empty(4, device=device(1))
+            work = dist.irecv(received, 0)
             assert work is not None
             work.wait()
-            doubled = got * 2
+            doubled = received * 2
             reached.append(1)
             assert doubled.tolist() == [0.0] * 4
         else:
@@ -156,7 +154,7 @@ def test_ranks_at_different_collectives_are_refused() -> None:
 def test_an_aborted_group_lets_go_of_what_never_came() -> None:
     def alone(rank: int) -> None:
         if rank == 0:
-            # Its communicator is made with rank 1, which then sends nothing.
+            # The communicator is made with rank 1, which then sends nothing.
             work = dist.irecv(value(0), 1)
             assert work is not None
             work.wait()

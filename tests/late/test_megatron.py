@@ -1,8 +1,7 @@
-"""Megatron's unmodified trainer on late devices, a process a rank: it trains as its stock loop does on CPUs, to the
-last bit.
+"""Megatron's unmodified trainer on late devices, one process per rank, trains the bits of its stock loop on CPUs.
 
-Losses, gradients and norms of each iteration are compared, and the weights at the end. Megatron's loops wait for the
-device behind each batch of messages (`batch_p2p_sync`); with --bpipe they do not.
+Losses, gradients and norms of each iteration are compared, and the final weights. Megatron's loops wait for the device
+after each batch of messages (`batch_p2p_sync`); with --bpipe they do not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,21 +18,21 @@ from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
 
-# Whichever worker runs one of them trains them all.
+# One worker trains all cases, so all tests run there.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("trainer on late devices")]
 
 BPIPE = "--bpipe --bpipe-min-bytes 1024 --bpipe-poison --bpipe-timeout 60 --bpipe-transport"
 BATCH = "--global-batch-size 16"
 INTERLEAVED = f"{BATCH} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
-# The same slices on CPUs, which nothing leaves.
+# The same slices on CPUs, without evictions.
 SLICES = f"{BATCH} --bpipe-slices 4"
-# Replays draw nothing anew on late devices.
+# Replays draw no new numbers on late devices.
 REPLAYABLE = "--attention-dropout 0 --hidden-dropout 0 --no-check-for-nan-in-loss-and-grad"
 UNCAPTURED = f"{BATCH} --train-iters 5 {REPLAYABLE}"
 # Five iterations of 4 micro-batches, and four of 8.
 UNCAPTURED_GROWS = f"--step-batch-size-schedule '0:8 2560:16' --train-iters 9 {REPLAYABLE}"
 UNCAPTURED_CHUNKS = f"{UNCAPTURED} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
-# Two iterations, and one that is captured and replayed for the rest.
+# Two eager iterations; the third is captured and then replayed.
 CAPTURED = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 STOCK = {
     "1f1b": BATCH,
@@ -43,12 +42,12 @@ STOCK = {
     "uncaptured_chunks": UNCAPTURED_CHUNKS,
     "uncaptured_grows": UNCAPTURED_GROWS,
 }
-# More than a tiny model takes: after the first iteration nothing has to leave.
+# More than a tiny model needs: nothing is evicted after the first iteration.
 BUDGET_GIB = 1
 OWN_MEMORY = f"{BPIPE} auto --bpipe-hosts host"
 ALL_HOSTS = f"{BPIPE} auto --bpipe-hosts all --bpipe-bound 6"
 
-# By name: the stock run that says what has to come out, what is given, and the draw.
+# By name: the stock run with the expected results, our flags, and the draw.
 CASES: dict[str, tuple[str, str, Draw]] = {
     "stock": ("1f1b", "", Draw(1, COMPUTE_LAST)),
     "stock_blocking": ("1f1b", "", Draw(1, launch_blocks=True)),
@@ -119,7 +118,7 @@ def on_late_devices(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
         for name, (stock, flags, draw) in CASES.items()
         if slow or name in DAILY
     ]
-    # One of one queue refuses plans before they are run.
+    # With one hardware queue, plans would be refused before they run.
     return train("late", 4, cases, folder, 900.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
@@ -154,14 +153,14 @@ def test_a_report_has_the_iterations_before_the_capture_and_all_losses(on_late_d
 
 
 def test_a_batch_that_grows_is_captured_anew(on_late_devices: Outcome) -> None:
-    """Megatron alone replays the four micro-batches that it captured, and trains on half of a batch of eight."""
+    """Megatron alone replays the four captured micro-batches, and trains on half of a batch of eight."""
     assert on_late_devices.said("captured_grows").count("this iteration is captured into a CUDA graph") == 2
 
 
 @pytest.mark.slow
 def test_eight_ranks_make_their_communicators_and_train(tmp_path: Path) -> None:
-    """What hung before communicators were made ahead of the loop: DEVICE.md's ring of a sender's sizes, a message
-    and a birth."""
+    """Eight ranks deadlocked before communicators were made in advance: a cycle of a sender's sizes, a message and the
+    creation of a communicator."""
     flags = "--global-batch-size 32 --train-iters 1"
     folders = [tmp_path / device for device in ("cpu", "late")]
     for folder in folders:
@@ -178,7 +177,7 @@ VOCABULARY = f"{BATCH} --bpipe-min-bytes 1024 --bpipe-timeout 60 --bpipe-vocabul
 
 @pytest.mark.slow
 def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) -> None:
-    """Ranks' parts are added in the order of late groups on CPUs, too: NCCL promises none, and gloo's is another."""
+    """On CPUs, ranks' parts are also added in the order of late groups: NCCL promises no order, and gloo's differs."""
     folders = [tmp_path / device for device in ("cpu", "late")]
     for folder in folders:
         folder.mkdir()
@@ -194,7 +193,7 @@ def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) 
 
 
 def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]:
-    """Return by stage, of each iteration, bytes in segments, how often one was taken, and the most that was given out."""
+    """Return by stage, for each iteration, bytes in segments, segments taken, and peak allocated bytes."""
     by_stage = {}
     for rank in range(len(outcome.logs)):
         lines = [
@@ -207,8 +206,8 @@ def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]
 
 @pytest.mark.slow
 def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> None:
-    """Peaks against stock's, in micro-batches that leave; from the second iteration on, which has an optimizer's
-    state, no segment is taken."""
+    """Compare peaks with stock's in evicted micro-batches. From the second iteration on, with optimizer state, no
+    segment is taken."""
     more = f"{BATCH} --train-iters 6"
     stock = LateCase("stock", more, Draw(1, AS_LATE), memory=True)
     cases = [LateCase(kind, f"{more} {BPIPE} {kind}", Draw(2), memory=True) for kind in ("nccl", "peer")]
@@ -226,6 +225,6 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> N
     for stage in range(4):
         own, hosted = allocated_bytes(balanced, stage, memory_of([1] * 4))
         own -= peak_counts(plain)[stage]
-        # Lent memory is not of torch's allocator.
+        # Lent memory is not in torch's allocator.
         assert peaks["peer"][stage] - peaks["stock"][stage] == own * microbatch, peaks
         assert peaks["nccl"][stage] - peaks["stock"][stage] == (own + hosted) * microbatch, peaks

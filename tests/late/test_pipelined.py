@@ -1,4 +1,4 @@
-"""Torch's own runtime on late devices runs balanced schedules to the last bit, and notices each wait that is taken out."""
+"""Torch's own runtime on late devices runs balanced schedules to the last bit, and a removed wait is noticed."""
 
 import pytest
 from torch.distributed.pipelining import schedules
@@ -26,7 +26,7 @@ DAILY = (
     ],
 )
 def test_no_bit_differs(name: str) -> None:
-    """One kind of transport per schedule, in a directed or a random order. `test_tail.py` has them all."""
+    """Test one transport per schedule, in a directed or a random order; `test_tail.py` tests them all."""
     number, kinds = [*LISTED].index(name), kinds_of(name)
     kind, draw = kinds[number % len(kinds)], DIRECTED[number % len(DIRECTED)] if number % 2 else Draw.of(number)
     print(f"{kind}: {draw}")
@@ -47,7 +47,7 @@ def test_no_bit_differs(name: str) -> None:
     ],
 )
 def test_sizes_that_differ_change_no_bit(name: str, kind: str) -> None:
-    """Each micro-batch saves another number of bytes, which is told before it moves; if it outgrows its buffer, it stays."""
+    """Each micro-batch saves different sizes, which are sent before it moves; if it outgrows its buffer, it stays."""
     for draw in (DIRECTED[1], Draw.of(3)):
         pipeline = TorchPipeline(LISTED[name](), kind, poison=True, differing=True)
         assert wrong_bits(pipeline, draw) == [], draw
@@ -68,7 +68,7 @@ def test_a_wait_for_a_transfer_that_is_missing_is_noticed(name: str) -> None:
         schedule = LISTED[plan]()
         with wait.taken_out():
             is_noticed = noticed(lambda kind=wait.kind, schedule=schedule: TorchPipeline(schedule, kind))
-        assert is_noticed, f"{name} by {wait.kind}: nobody noticed"
+        assert is_noticed, f"{name} by {wait.kind}: not noticed"
 
 
 @pytest.mark.parametrize("name", ["torch's 1F1B", "torch's ZBVZeroBubble"])

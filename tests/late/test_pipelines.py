@@ -1,6 +1,6 @@
-"""Whole pipelines on late devices: no bit differs and no rank deadlocks, in any order of operations that nothing orders.
+"""Whole pipelines on late devices have equal bits and no deadlocks, in any order of operations that nothing orders.
 
-If a wait of the protocol is taken out, it is noticed.
+A wait of the protocol that is removed is noticed.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def runs_right(name: str, kind: str, draw: Draw, differing: bool = False) -> Non
 
 
 def number_of(name: str, kind: str) -> int:
-    """Cases make different draws."""
+    """Number the cases, so that they have different draws."""
     return [*SCHEDULES].index(name) * len(KINDS) + KINDS.index(kind)
 
 
@@ -73,7 +73,7 @@ def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.Mon
     assert not any(torch.equal(gradients[place], gradient) for place, gradient in expected.items())
 
 
-# A pool of hosts, both tiers, differing sizes, and two pipes: by transport, and whether sizes differ.
+# A pool of hosts, both tiers, differing sizes, and two pipes: schedule, transport, and whether sizes differ.
 PATHS = (
     ("pool", "two-sided", False),
     ("own memory", "host", False),
@@ -90,7 +90,7 @@ def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
         if not name.startswith("[8]"):
             paths += PATHS if wait is WAITS[name][0] else ()
         elif wait.kind == "two-sided":
-            # Of copies only that case takes a buffer that is filled again while it is read.
+            # Of the copies, only that case uses a buffer that is refilled while it is read.
             paths += [path for path in PATHS if path[1] == "two-sided"]
         for schedule, kind, differing in paths:
             plan = SCHEDULES[schedule]()
@@ -98,7 +98,7 @@ def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
                 is_noticed = noticed(
                     lambda plan=plan, kind=kind, differing=differing: LatePipeline(plan, kind, differing=differing)
                 )
-            assert is_noticed, f"{name}, in {schedule} by {kind}: nobody noticed"
+            assert is_noticed, f"{name}, in {schedule} by {kind}: not noticed"
 
 
 def test_a_rank_that_cannot_lend_tells_its_partner_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +111,10 @@ def test_a_rank_that_cannot_lend_tells_its_partner_why(monkeypatch: pytest.Monke
 
 
 def test_memory_made_for_a_partner_while_receives_are_posted() -> None:
-    """If cudaMalloc waited for kernels that run, as it is allowed to, and not only for its turn: on the host's
-    device stands a receive for a message that the partner sends only once it has heard of that memory. A GPU has to
-    say whether; Megatron's own loops post no receive ahead. A pipeline without balancing would stand still as well,
-    where torch's allocator takes a segment."""
+    """This deadlocks if cudaMalloc waits for kernels, as it may: the host's device runs a receive whose message the
+    partner sends only once it knows the memory. Only a GPU can show whether it waits. Megatron's own loops post no
+    receive
+    ahead. A pipeline without balancing would also deadlock when torch's allocator takes a segment."""
     draw = Draw(1, lending_synchronizes=True)
     with pytest.raises(
         RuntimeError,
@@ -129,8 +129,7 @@ STORAGE_BYTES = 4 * NUMBERS
 
 @pytest.mark.parametrize(("name", "kind"), [("1f1b", "two-sided"), ("interleaved", "peer"), ("v-half", "two-sided")])
 def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str) -> None:
-    """The allocator's peaks against those of the same schedule without transfers; after the first iteration no segment is
-    taken."""
+    """Compare the allocator's peaks with those without transfers; no segment is taken after the first iteration."""
     balanced = SCHEDULES[name]()
     plain = build(
         ScheduleConfig(balanced.name, 4, balanced.num_microbatches, num_chunks=len(balanced.layout.stages_of(0)))
@@ -148,7 +147,7 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str
         own, hosted = allocated_bytes(balanced, rank, memory_of([1] * balanced.num_stages))
         more = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
         measured = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
-        # Beside the large storage each micro-batch saves three of half a kibibyte, and messages are under way.
+        # Each micro-batch also saves three storages of half a kibibyte, and messages are in flight.
         assert measured == pytest.approx(more, abs=0.02), (
             f"rank {rank} holds {measured} micro-batches more than without transfers, not {more}"
         )

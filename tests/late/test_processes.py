@@ -1,4 +1,4 @@
-"""The late group between processes: what it carries, and how its watchdog ends a process whose operation never does."""
+"""The late group between processes, and its watchdog, which ends a process whose operation does not end."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ LIMIT_S = 90.0
 
 @contextmanager
 def two_ranks(role: str, folder: Path, timeout_s: int) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
-    """Yield two processes and their logs. Ends both."""
+    """Yield two processes and their logs, and end both afterwards."""
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     logs = [folder / f"{rank}.log" for rank in range(2)]
@@ -55,7 +55,7 @@ def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_pa
 
 @pytest.mark.timeout(300)
 def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_process(tmp_path: Path) -> None:
-    """`auto` tried NCCL first and waited for it as long as the group allows: there was nobody left to try another."""
+    """`auto` waited for NCCL as long as the group allows, so the watchdog ended the process before the next try."""
     with two_ranks("probing", tmp_path, 6) as (ranks, logs):
         for rank, log in zip(ranks, logs, strict=True):
             assert rank.wait(LIMIT_S) == 0, log.read_text()
@@ -75,7 +75,7 @@ def test_a_backward():
 
 @pytest.mark.timeout(300)
 def test_a_backward_of_another_folder_does_not_matter(tmp_path: Path) -> None:
-    """Behind unit tests of one process all cases of the grid failed, by an assertion of torch's autograd that has no
+    """After unit tests in the same process, all cases of the grid failed by an assertion in torch's autograd, with no
     queue for the device."""
     before = tmp_path / "test_before.py"
     before.write_text(BEFORE)

@@ -34,7 +34,7 @@ def without_one(text: str) -> Broken:
 
 
 def with_receives_swapped() -> AbstractContextManager[Any]:
-    """The second output of the first stage is received in place of the first."""
+    """Receive the second output of the first stage in place of the first."""
     names = {"post 0F0>1F0": "post 0F1>1F1", "post 0F1>1F1": "post 0F0>1F0"}
 
     def swapped(program: list[Instruction]) -> list[Instruction]:
@@ -45,7 +45,7 @@ def with_receives_swapped() -> AbstractContextManager[Any]:
 
 
 def without_handing_over() -> AbstractContextManager[Any]:
-    """The value for the same rank's next stage is lost: no message carries it."""
+    """Lose the value for the same rank's next stage, which no message carries."""
     run = Executor._run
 
     def lost(self: Executor, action: Action, calls: Any) -> None:
@@ -62,7 +62,7 @@ def without_handing_over() -> AbstractContextManager[Any]:
 
 
 def with_halves_that_do_not_wait() -> AbstractContextManager[Any]:
-    """Only whole backwards wait for a load."""
+    """Let only whole backwards wait for a load."""
     finish = Evictor.finish_load
 
     def only_whole(self: Evictor, backward: Action) -> None:

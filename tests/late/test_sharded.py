@@ -1,5 +1,4 @@
-"""A vocabulary in shards on late devices: no bit differs from the same plan on CPU tensors, and no rank deadlocks,
-whatever queues streams share."""
+"""A sharded vocabulary on late devices has the bits of its plan on CPU tensors, and no deadlock with any queues."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +30,8 @@ def test_nobody_stands_still_whatever_queues_streams_share(name: str, connection
 
 
 def test_several_kernels_for_what_one_rank_makes_stand_still_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage makes its output, labels and token weights. The second broadcast, posted ahead, stays at the head of
-    the queue until the first is over, before the computation that the last stage waits for."""
+    """The last stage makes its output, labels and token weights. The second broadcast, posted ahead, heads the
+    queue until the first ends, before the computation that the last stage waits for."""
 
     def one_by_one(group: object, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> list[Any]:
         return [start(tensor) for tensor in tensors]

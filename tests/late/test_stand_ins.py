@@ -1,5 +1,4 @@
-"""Parts of a layer that compute on their own stream, as overlapped shared experts and combined 1F1B do: their activations
-are evicted and loaded in an order that holds for that stream, too."""
+"""Parts of a layer on their own stream, as in overlapped shared experts and combined 1F1B: transfers respect it."""
 
 import gc
 from collections.abc import Callable
@@ -32,15 +31,15 @@ class Overlapped(LateModel):
         return [stream for device, stream in self._streams.items() if device == rank]
 
     def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
-        # The first stage's input is as any other: what is made of it has a backward.
+        # The first stage's input requires a gradient like any other, so what is computed from it has a backward.
         (x,) = received or (inputs_of(microbatch).to(weight.device).requires_grad_(),)
-        # Made first, so its backward is issued last: it takes memory that the other's has just let go of.
+        # Computed first, so its backward is issued last and takes memory that the other's has just freed.
         main = (x * 2).tanh().sin().exp().tanh()
         if weight.device.type == "cpu":
-            beside = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
+            second = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
         else:
-            beside = self._beside(weight, x)
-        output = beside @ weight.t() + main
+            second = self._beside(weight, x)
+        output = second @ weight.t() + main
         return output if stage + 1 < self._num_stages else (output * (microbatch + 1)).square().mean()
 
     def _beside(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -85,13 +84,13 @@ def test_what_another_stream_computes_moves_in_its_order(kind: str) -> None:
 
 
 def test_a_stream_that_nobody_noted_reads_memory_that_is_another_s_by_now() -> None:
-    """Without the noted stream it fails, which is why it is noted."""
+    """The test fails without the noted stream."""
     # Memory freed by other tests would be allocated in place of the memory that is read.
     gc.collect()
     assert not all(is_right(draw, "peer", noted=False) for draw in draws()[:4])
 
 
-# Combined 1F1B, in pairs, and with a bound that only the node's own memory lets it keep.
+# Combined 1F1B in pairs, and with a bound that only the node's own memory can keep.
 COMBINED = {
     "two-sided": lambda: balanced("combined-1f1b", 6, 12, 2),
     "peer": lambda: balanced("combined-1f1b", 4, 8, 2),

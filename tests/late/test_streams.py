@@ -1,4 +1,4 @@
-"""What waits for what beside the computation, on late devices: lanes, records, host buffers."""
+"""Waits of lanes, records and host buffers in parallel to the computation, on late devices."""
 
 import contextlib
 from typing import Any
@@ -27,8 +27,7 @@ def test_synchronous_transfers_are_ordered_too(kind: str) -> None:
 
 
 def test_copies_are_timed_only_where_an_iteration_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all streams share one queue, each timing event delays what comes after it; each transfer had two that nobody
-    read."""
+    """If all streams share one queue, timing events delay what comes after them; each transfer had two unused ones."""
     marks = 0
 
     class Event(torch.Event):
@@ -41,14 +40,14 @@ def test_copies_are_timed_only_where_an_iteration_is_recorded(monkeypatch: pytes
     transfers = num_transfers(stage.plan, 0)
     monkeypatch.setattr(streams.torch, "Event", Event)
     for recorder, expected in ((None, 0), (MagicMock(), 2 * (transfers.evictions + transfers.loads))):
-        # A recorder without a clock: the marks that are left are the copies' own.
+        # A recorder without a clock: the remaining timing events are those of the copies.
         marks, stage.engine.recorder = 0, recorder
         assert stage.right()
         assert marks == expected
 
 
 def test_a_wait_beside_the_computation_holds_nothing_up() -> None:
-    """The record's exposed time is what the computation stood still for."""
+    """The record's exposed time is the time that the computation waited."""
     begin(Draw(1))
     beside, recorder = streams.Streams(device()), Recorder(streams.Clock(device()))
     waited = {}
@@ -81,10 +80,8 @@ def lane_is_wrong(draw: Draw) -> bool:
 
 
 def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8] What waits for a host buffer is the stream of the next transfer into or out of it.
-
-    Only at an iteration's end all of it waits.
-    """
+    """[8] Only the stream of the next transfer that uses a host buffer waits for it; all of it waits at the end of an
+    iteration."""
     settled: set[str] = set()
     settle, end = ReceivingAcceptor._settle, ReceivingAcceptor.end
 

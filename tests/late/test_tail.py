@@ -1,6 +1,6 @@
-"""Every path over every kind of link, with differing sizes, too, is right in all directed orders and in random ones.
+"""Every path over every transport, also with differing sizes, is right in all directed orders and in random ones.
 
-$BPIPE_LATE_SEEDS is the number of random orders of each: 200 take a night.
+$BPIPE_LATE_SEEDS is the number of random orders of each case: 200 take a night.
 """
 
 import os
@@ -17,9 +17,9 @@ from tests.late.sharded import SHARDED, ShardedPipeline
 
 SEEDS = int(os.environ.get("BPIPE_LATE_SEEDS", "5"))
 ITERATIONS = 3
-# Whose activations all stay in the rank's own node, whatever carries them between ranks: one kind runs all that differs.
+# Paths whose activations stay in the rank's own node: the transport between ranks does not matter, so one is tested.
 OWN = ("own memory", "slices in own memory")
-# Whose sizes cannot differ: only first slices leave there, and these attend to equally many keys.
+# Paths whose sizes cannot differ: only first slices are evicted, and these attend to the same number of keys.
 ALIKE = ("slices",)
 
 
@@ -40,7 +40,7 @@ def is_right(pipeline: LatePipeline, draw: Draw) -> None:
 
 
 def differed(pipeline: LatePipeline) -> bool:
-    """Whether micro-batches of differing size moved from some stage."""
+    """Whether micro-batches of differing sizes moved from some stage."""
     moved = defaultdict(set)
     for rank in pipeline.ranks:
         assert rank.engine is not None
@@ -50,7 +50,7 @@ def differed(pipeline: LatePipeline) -> bool:
 
 
 def test_what_is_called_differing_differs() -> None:
-    """Three paths had a case of differing sizes of which none differed."""
+    """In three paths, the case of differing sizes had equal sizes."""
     is_right(LatePipeline(SCHEDULES["interleaved"](), "host", differing=True), Draw(1))
     alike = LatePipeline(SCHEDULES["slices"](), "host", differing=True)
     assert wrong_bits(alike, Draw(1)) == []

@@ -1,8 +1,8 @@
 """Several trainings in one process: each releases its resources, and the next one trains the same bits.
 
-On a GPU, a training failed after one over `peer` that had left its partner's memory open, whatever transport it used:
-"resource already mapped". Late devices report the same if a process starts another training with memory of others open,
-and refuse to free memory that is still open elsewhere.
+On a GPU, a training failed with "resource already mapped" if an earlier one over `peer` had left its partner's memory
+open. Late devices report the same if a process starts another training with others' memory open, and refuse to free
+memory that is still open elsewhere.
 """
 
 import json
@@ -44,7 +44,7 @@ def trained(folder: Path, device: str, transports: tuple[str, ...], further: str
             json.loads(outcome.said(case.name, rank).partition("holding: ")[2].splitlines()[0]) for case in cases
         ]
         assert later_left == [first_left] * len(later_left)
-        # Megatron itself leaves memory on a device.
+        # Megatron itself keeps memory on a device.
         del first_left["device_bytes" if device == "late" else "groups"]
         assert not any(first_left.values()), first_left
     return outcome

@@ -1,5 +1,4 @@
-"""Verification of transfers on late devices: it passes in any order, and reports a flipped bit or a missing wait before
-gradients are used."""
+"""Verification passes in any order, and reports a flipped bit or a missing wait before gradients are used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,15 +28,15 @@ def test_what_is_right_is_certified(name: str, kind: str) -> None:
             certificate = rank.verifier.certificate
             assert certificate.iterations == 2
             if not pipeline.differing:
-                # If sizes differ, some micro-batches find too little room at first.
+                # If sizes differ, some micro-batches do not fit into their buffers at first.
                 leave = num_transfers(pipeline.schedule, rank.rank).evictions
                 assert certificate.microbatches == 2 * leave
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its way back, in the order of the stream that carries it."""
-    gave, got, times = Distributed.give_back, OneSidedCopies.get, 0
+    """The bit flips on the way back, in the order of the stream that carries it."""
+    original_give_back, original_get, times = Distributed.give_back, OneSidedCopies.get, 0
 
     def damage(tensor: torch.Tensor) -> None:
         nonlocal times
@@ -47,16 +46,16 @@ def test_a_flipped_bit_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def give_back(self: Distributed, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
         damage(tensors[1])
-        return gave(self, host_buffer, tensors)
+        return original_give_back(self, host_buffer, tensors)
 
     def get(self: OneSidedCopies, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Any:
-        pending = got(self, host_buffer, tensors)
+        pending = original_get(self, host_buffer, tensors)
         damage(tensors[1])
         return pending
 
     monkeypatch.setattr(Distributed, "give_back", give_back)
     monkeypatch.setattr(OneSidedCopies, "get", get)
-    # A copy's end is that of the copy, and damage comes behind it: let the device come so far at once.
+    # The damage comes after the copy's own end, so let the device run that far at once.
     draw = Draw(1, eagerness=1.0)
     with pytest.raises(
         RuntimeError, match=rf"data that came back from .* over {kind} differs from what was evicted: .* storage 2 of "
@@ -64,7 +63,7 @@ def test_a_flipped_bit_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         LatePipeline(SCHEDULES["1f1b"](), kind, verify=True).run(draw)
 
 
-# The last is noticed by the buffer's own states first.
+# The last wait is noticed first by the buffer's own states.
 CHECKED = [name for name in WAITS if name.startswith("[") and not name.endswith("last transfer")]
 
 

@@ -1,4 +1,4 @@
-"""A hanging run is told from a slow one by its progress."""
+"""A hanging run is distinguished from a slow one by its progress."""
 
 import ctypes
 import threading
@@ -14,7 +14,7 @@ from tests.late.pipeline import LatePipeline, wrong_bits
 
 
 def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices do not see it. Later runs in the same process, once its threads have ended, are right."""
+    """Devices do not detect it. Later runs in the same process are right once its threads have ended."""
     monkeypatch.setattr(hosts, "ASLEEP", 4)
     let_go = threading.Event()
 
@@ -34,23 +34,23 @@ def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_device_s_thread_waits_beside_its_host(seed: int) -> None:
-    """The thread in which autograd puts away what a backward made may wait while its host runs already. All waits that
-    were known then said that nobody could go on, and one for another host's turn took that host's place."""
-    told = {"by the thread": False, "by host 0": False}
+    """Autograd's thread, which cleans up after a backward, may wait while its host already runs. All known waits then
+    reported a deadlock, and a wait for another host's turn took that host's place."""
+    is_done = {"by the thread": False, "by host 0": False}
 
     def of_autograd() -> None:
         ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME: as torch calls it
-        extension().wait_until(lambda: told["by host 0"], "the thread waits")
-        told["by the thread"] = True
+        extension().wait_until(lambda: is_done["by host 0"], "the thread waits")
+        is_done["by the thread"] = True
 
     def host(rank: int) -> None:
         if rank == 0:
-            beside = threading.Thread(target=of_autograd)
-            beside.start()
+            thread = threading.Thread(target=of_autograd)
+            thread.start()
             time.sleep(0.05)
-            told["by host 0"] = True
-            beside.join()
-        extension().wait_until(lambda: told["by the thread"], f"host {rank} waits")
+            is_done["by host 0"] = True
+            thread.join()
+        extension().wait_until(lambda: is_done["by the thread"], f"host {rank} waits")
 
     begin(Draw(seed))
     run_hosts(2, host)

@@ -1,7 +1,6 @@
-"""Launch Megatron's trainer on late devices, a process a rank, and on the CPU, whose stock loop says what has to come
-out.
+"""Launch Megatron's trainer on late devices, one process per rank, and on the CPU for the expected results.
 
-In: cases, each with the draw its devices work by. Out: what each left, as of tests/gloo/conftest.py.
+Each case has the draw of its devices; the results are those of tests/gloo/conftest.py.
 """
 
 import json
@@ -25,8 +24,8 @@ def close_parents() -> None:
 
 @dataclass(frozen=True)
 class LateCase:
-    """One training run. `flags` come after those of the tiny model, so they win. `memory`: its allocator's counters are
-    printed."""
+    """One training run. `flags` come after those of the tiny model and override them. `memory`: print the allocator's
+    counters."""
 
     name: str
     flags: str = ""
@@ -42,7 +41,7 @@ def train(
     timeout_s: float = 240.0,
     environment: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
+    """Run all cases on `world` ranks: one pipeline of as many stages, unless a case says otherwise."""
     common = f"{TINY} {ITERATIONS} --num-layers {world} --pipeline-model-parallel-size {world}"
     described = [
         {

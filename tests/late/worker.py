@@ -1,8 +1,8 @@
-"""One rank of a test's training runs, on late devices or, for what they have to come to, on the CPU.
+"""One rank of a test's trainings on late devices or, for the expected results, on the CPU.
 
-In: the kind of device, a file of cases and a folder. Out: as of tests/gloo/worker.py, of each iteration a hash of all
-gradients, and where a case asks for it what its device's allocator counts. A case's `draw` says in which order its
-devices work. What Megatron needs is installed before this is imported where ranks are forked.
+Takes the kind of device, a file of cases and a folder. Writes the results of tests/gloo/worker.py, a hash of all
+gradients of each iteration, and on request the device allocator's counters. A case's `draw` decides the order in which
+its devices work. Megatron's stand-ins must be installed before this is imported in a process that forks ranks.
 """
 
 import functools
@@ -31,7 +31,7 @@ from tests.support.holding import holding as shared_holding
 
 
 class Recorder(worker.Recorder):
-    """Observes gradients, too."""
+    """Also records gradients."""
 
     def _observe(self, train_step: Any) -> Any:
         observed = super()._observe(train_step)
@@ -54,8 +54,7 @@ class Recorder(worker.Recorder):
 
 
 class MemoryRecorder(Recorder):
-    """Prints the allocator's counters of each iteration: bytes in segments, how often one was taken, and the most that
-    was given out."""
+    """Prints the allocator's counters of each iteration: bytes in segments, segments taken, peak allocated bytes."""
 
     def _observe(self, train_step: Any) -> Any:
         observed = super()._observe(train_step)
@@ -74,14 +73,14 @@ class MemoryRecorder(Recorder):
 
 
 def on_device(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """What a stand-in adds to the command line, with weights that are drawn where they are used: else Megatron
-    leaves them on the host."""
+    """Return a stand-in's arguments without CPU initialization, with which Megatron would leave weights on the host."""
     return tuple(argument for argument in arguments if argument != "--use-cpu-initialization")
 
 
 def holding(device: str) -> dict[str, int]:
-    """Return what this process still has of its trainings, on a late device, too. The boards of late groups are not
-    counted: they stand for NCCL's memory."""
+    """Return the resources that this process still holds after its trainings, also on a late device.
+
+    Boards of late groups are not counted: they correspond to NCCL's memory."""
     resources = shared_holding()
     if device == "late":
         torch.accelerator.empty_cache()
@@ -101,7 +100,7 @@ def main(device: str, cases: str, folder: str) -> None:
         if device == "late":
             begin_process(rank, int(os.environ["LOCAL_RANK"]), Draw(**case["draw"]))
         if case["memory"]:
-            # Python's collections free what lies in cycles at any moment, after which small blocks lie otherwise.
+            # Collections of garbage at random moments would change where small blocks are allocated.
             gc.disable()
         worker.run(case, Path(folder), MemoryRecorder if case["memory"] else Recorder)
         gc.enable()

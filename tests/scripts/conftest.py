@@ -1,7 +1,4 @@
-"""Load a file of scripts/ as a module.
-
-In: its name below that folder. Out: the module. Scripts find each other from there, and bpipe.
-"""
+"""Load a file of scripts/ as a module, by its name there. Scripts can import each other and bpipe."""
 
 import importlib
 import sys

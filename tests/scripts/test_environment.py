@@ -1,4 +1,4 @@
-"""scripts/environment.py: what an environment lacks."""
+"""scripts/environment.py finds what an environment lacks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +44,7 @@ def test_project_unmet_names_the_distribution_that_is_not_installed(environment:
 
 @pytest.mark.parametrize("extra", ["megatron", "dev"])
 def test_requirements_of_the_extras_that_scripts_install_are_met_here(environment: ModuleType, extra: str) -> None:
-    """Each line names another distribution: one that named this project would be looked for by its version, and
-    always be met."""
+    """Lines with this project's own name would be looked up by its version, and always be met."""
     lines = list(environment.requirements(environment.ROOT, extra))
     assert {"torch>=2.11.0a0", "megatron-core==0.19.2"} <= set(lines)
     assert not [reason for reason in map(environment.unmet, lines) if reason]

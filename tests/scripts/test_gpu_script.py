@@ -14,7 +14,7 @@ import torch
 
 
 def ended(pid: int) -> bool:
-    """Dead, or a zombie: a container's first process need not collect those whose parents died."""
+    """Whether a process is dead, or a zombie: a container's first process need not collect orphans."""
     try:
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -27,8 +27,8 @@ def check(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture
-def instead(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Let a case's process run another program: `name` and `file` are what it was given."""
+def replace_program(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Return a function that makes a case's process run another program, with `name` and `file` as its arguments."""
 
     def put(program: str) -> None:
         script = tmp_path / "case.py"
@@ -58,9 +58,9 @@ def test_a_case_that_raises_is_a_failure_with_its_place(check: ModuleType, monke
     [("os._exit(3)", "status 3"), ("os.kill(os.getpid(), 11)", "status -11"), ("time.sleep(60)", "did not end")],
 )
 def test_a_process_that_dies_or_hangs_is_a_failure(
-    check: ModuleType, instead: Callable[[str], None], program: str, reason: str
+    check: ModuleType, replace_program: Callable[[str], None], program: str, reason: str
 ) -> None:
-    instead(program)
+    replace_program(program)
     result = isolated(check, 1.0 if "sleep" in program else 60.0)
     assert result.ok is False
     assert reason in result.failure
@@ -70,12 +70,12 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
     check: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    instead: Callable[[str], None],
+    replace_program: Callable[[str], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A half hour on a GPU must not be spent on one step that hangs."""
+    """A half hour on a GPU must not be spent on one hanging step."""
     child, results = tmp_path / "child", tmp_path / "found.json"
-    instead(
+    replace_program(
         "if name == 'versions':\n"
         f"    open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)\n"
         "json.dump({'ok': True, 'rows': [['all', 'ok: well']]}, open(file, 'w'))"
@@ -92,15 +92,15 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
             break
         time.sleep(0.1)
     else:
-        pytest.fail("its child is still running")
+        pytest.fail("the step's child is still running")
     assert "it did not end within 4 s" in capsys.readouterr().out
 
 
 def test_what_is_not_reached_in_time_is_skipped(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None], tmp_path: Path
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, replace_program: Callable[[str], None], tmp_path: Path
 ) -> None:
     results = tmp_path / "found.json"
-    instead("json.dump({'ok': True}, open(file, 'w'))")
+    replace_program("json.dump({'ok': True}, open(file, 'w'))")
     monkeypatch.setattr(check, "STEPS", {name: check.Step(20, alone=True) for name in ("versions", "streams")})
     monkeypatch.setattr(check, "LEAST_S", 60.0)
     assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(results)]) == 0
@@ -112,19 +112,19 @@ def test_only_steps_that_are_not_alone_run_side_by_side(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running: list[str] = []
-    beside: dict[str, set[str]] = {}
+    others: dict[str, set[str]] = {}
 
     def run(name: str, *rest: Any) -> Any:
         running.append(name)
         time.sleep(0.2)
-        beside[name] = set(running) - {name}
+        others[name] = set(running) - {name}
         time.sleep(0.2)
         running.remove(name)
         return check.Result(ok=True)
 
     monkeypatch.setattr(check, "find_out", run)
     assert check.main(["--device", "late", "--only", "peer,streams,overhead,memory,abandon"]) == 0
-    assert beside == {"peer": {"streams"}, "streams": {"peer"}, "overhead": set(), "memory": set(), "abandon": set()}
+    assert others == {"peer": {"streams"}, "streams": {"peer"}, "overhead": set(), "memory": set(), "abandon": set()}
     printed = re.findall(r"^--- (\w+):", capsys.readouterr().out, re.MULTILINE)
     assert printed[2:] == ["overhead", "memory", "abandon"]
 
@@ -144,7 +144,7 @@ def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_everything_ends_in_time(check: ModuleType) -> None:
-    """If every step took all that it may take, a quarter of an hour of one GPU would be enough."""
+    """If every step takes as long as it may, a quarter of an hour of one GPU is enough."""
     total_s = 0.0
     for alone, names in itertools.groupby(check.STEPS, key=lambda name: check.STEPS[name].alone):
         limits = [check.STEPS[name].limit_s for name in names]
@@ -157,10 +157,10 @@ def test_every_case_is_a_step(check: ModuleType) -> None:
 
 
 def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None]
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, replace_program: Callable[[str], None]
 ) -> None:
-    """Megatron wants one connection in the environment: with it, "unset" would have been a second run with one."""
-    instead("json.dump({'facts': dict(os.environ)}, open(file, 'w'))")
+    """Megatron requires one connection in the environment; with it, "unset" would be a second run with one."""
+    replace_program("json.dump({'facts': dict(os.environ)}, open(file, 'w'))")
     for name in check.isolate.OURS:
         monkeypatch.setenv(name, "1")
     assert not isolated(check).facts.keys() & set(check.isolate.OURS)
@@ -168,7 +168,7 @@ def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
     assert isolated(check, environment=environment).facts.items() >= environment.items()
 
 
-# By step, what has to be started for it: a case, and under which value.
+# The cases that a step starts, and the value of the variable.
 SEVERAL = {
     "overhead_one_queue": [("overhead", ("1",))],
     "connections": [(name, (number,)) for number in "18" for name in ("peer", "streams")],
@@ -181,11 +181,11 @@ SEVERAL = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What went wrong is named, and what is only measured keeps its lines."""
-    asked: list[tuple[Any, ...]] = []
+    """A failed case is named, and one that only measures keeps its lines."""
+    calls: list[tuple[Any, ...]] = []
 
     def answered(case: str, device: str, size: str, limit_s: float, environment: Mapping[str, str], lines: Any) -> Any:
-        asked.append((case, tuple(environment.values())))
+        calls.append((case, tuple(environment.values())))
         if case == "streams":
             return check.Result(ok=False, rows=[("gradients", "FAILED: 3 of 4"), ("other", "ok: yes")])
         if case == "peer":
@@ -194,7 +194,7 @@ def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(check.isolate, "isolated", answered)
     result = check.find_out(name, "cuda", "small", 1.0)
-    assert asked == SEVERAL[name]
+    assert calls == SEVERAL[name]
     rows = dict(result.rows)
     if name == "connections":
         assert result.ok is False
@@ -206,9 +206,9 @@ def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_script_writes_everything_down(
-    check: ModuleType, instead: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    check: ModuleType, replace_program: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    instead("json.dump({'ok': True, 'facts': {'argv': sys.argv[1:4]}}, open(file, 'w'))")
+    replace_program("json.dump({'ok': True, 'facts': {'argv': sys.argv[1:4]}}, open(file, 'w'))")
     file = tmp_path / "found.json"
     assert check.main(["--device", "late", "--only", "abandon", "--json", str(file)]) == 0
     results = json.loads(file.read_text())

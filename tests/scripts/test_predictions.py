@@ -1,4 +1,4 @@
-"""scripts/bench/predictions.py: how far predictions are from measurements, and that docs/validation.md says so."""
+"""scripts/bench/predictions.py compares predictions with measurements, and docs/validation.md has its tables."""
 
 import statistics
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import pytest
 from bpipe.predict import cluster
 from bpipe.predict.layout import EVENLY
 
-# Some of the published runs are predicted in forty configurations, which takes a quarter of a minute. Whether any prediction
-# changes is said by the snapshots of commands, too.
+# Some published runs are predicted in forty configurations, which takes a quarter of a minute. The snapshots of
+# commands also show whether a prediction changes.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PAGE = Path(__file__).resolve().parents[2] / "docs/validation.md"
 
@@ -27,7 +27,7 @@ def test_the_page_has_the_tables_that_the_script_makes(predictions: ModuleType) 
     )
 
 
-# Number of values, and the largest mean and single error in percent, by what is compared and what is given.
+# Number of values, and the largest allowed mean and single error in percent, by source.
 LIMITS = [
     ("iteration times, Yeung 2024", 20, 1, 2),
     ("stage times, Kim 2023 and Yeung 2024", 16, 4, 10),
@@ -49,7 +49,7 @@ LIMITS = [
 
 
 def test_no_error_grows(predictions: ModuleType) -> None:
-    """Some sources miss the target of 4 and 10 %; the page says so, and here they must not drift further away."""
+    """Some sources miss the target of 4 and 10 %, as the page says; their errors must not grow further."""
     sources = predictions.comparisons()
     assert [(name, len(rows)) for name, _, _, rows in sources] == [(name, number) for name, number, _, _ in LIMITS]
     for (name, _, _, rows), (_, _, mean, largest) in zip(sources, LIMITS, strict=True):
@@ -64,7 +64,7 @@ def test_runs_are_predicted_in_their_measured_order(predictions: ModuleType) -> 
 
 
 def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
-    """One row at most is missed, and the two balanced rows are the fastest, in their measured order."""
+    """At most one row is missed, and the two balanced rows are the fastest, in their measured order."""
     rows = predictions.runs.grid()
     assert sum(not row.agrees for row in rows) <= 1
     for column in ("measured", "predicted"):
@@ -78,7 +78,7 @@ def test_nvidias_runs_are_predicted_with_the_overlap_of_their_recipe(predictions
 
 
 def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None:
-    """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
+    """GPT and LLaMA with both precisions, every recomputation, tensor and sequence parallelism, and balancing."""
     runs = predictions.runs.cpu_runs()
     assert sum(len(run.measured) for run in runs) == 64
     for run in runs:

@@ -1,5 +1,4 @@
-"""scripts/quickstart.sh with trainings that are made up: which two it runs, what it shows of them, and what it
-refuses."""
+"""scripts/quickstart.sh with fake trainings: which two it runs, what it shows of them, and what it refuses."""
 
 import json
 import os
@@ -17,8 +16,8 @@ from bpipe.schedule.memory import num_transfers, peak_counts
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {"grouped-interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"], "zb-h1": []}
 
-# In place of Python: whatever is asked of the environment is there, and a training leaves its command
-# line and the report of a run that held what the table in $HELD says.
+# Replaces Python: the environment has everything, and a training writes its command line and the report of a run that
+# held what $HELD says.
 FAKE = """
 import json, os, sys
 from pathlib import Path
@@ -51,10 +50,7 @@ print(" iteration 1/ 9 | a line of Megatron's |")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A virtual environment in which everything is installed, with one command that is ours.
-
-    Its report is made up, too.
-    """
+    """Make a virtual environment in which everything is installed, with a `bpipe` whose report is fake."""
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
     (folder / "pyvenv.cfg").write_text("")
@@ -73,10 +69,7 @@ def environment(tmp_path: Path) -> Path:
 
 
 def held(schedule: str) -> list[list[tuple[int, int]]]:
-    """Of both runs, by rank: the most that it holds, and what leaves it.
-
-    The first is Megatron's own schedule of as many chunks.
-    """
+    """Return by run and rank the peak, and the number of evictions; the first run is Megatron's own schedule."""
     chunks = 2 if FLAGS[schedule] else 1
     plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, num_chunks=chunks))
     balanced = build(ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=named_balance("bpipe")))
@@ -107,14 +100,14 @@ def quickstart(
 
 
 def trained(folder: Path, name: str) -> list[str]:
-    """The flags of one of its trainings, from the script on."""
+    """Return the flags of a training after the script."""
     arguments: list[str] = json.loads((folder / name / "arguments.json").read_text())
     return arguments[arguments.index("pretrain_gpt.py") + 1 :]
 
 
 @pytest.mark.parametrize("schedule", FLAGS)
 def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Path, environment: Path) -> None:
-    """The same flags but for what names the schedule."""
+    """Both runs have the same flags except those that select the schedule."""
     ended = quickstart(tmp_path, environment, "--schedule", schedule, "--lr", "1e-3")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     folder = tmp_path / "runs" / schedule
@@ -148,7 +141,7 @@ def test_without_one_it_is_1f1b(tmp_path: Path, environment: Path) -> None:
 
 @pytest.mark.parametrize(("gpus", "iterations"), [(7, 10), (8, 40), pytest.param(1, 10, marks=pytest.mark.slow)])
 def test_fewer_gpus_than_stages_are_shared(gpus: int, iterations: int, tmp_path: Path, environment: Path) -> None:
-    """They were left alone, and the CPU used."""
+    """Too few GPUs were once unused, and the CPU trained."""
     ended = quickstart(tmp_path, environment, gpus=gpus)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     for name in ("plain", "balanced"):
@@ -160,7 +153,7 @@ def test_fewer_gpus_than_stages_are_shared(gpus: int, iterations: int, tmp_path:
 
 
 def test_slices_are_trained_twice_and_balanced_once(tmp_path: Path, environment: Path) -> None:
-    """Both in slices, since to whole sequences they are equal to rounding only."""
+    """Both runs have slices, because slices equal whole sequences only up to rounding."""
     ended = quickstart(tmp_path, environment, "--slices", "4", "--lr", "1e-3")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     folder = tmp_path / "runs" / "slices-4"

@@ -1,4 +1,4 @@
-"""scripts/run_logged.py: nothing that it started outlives it."""
+"""scripts/run_logged.py leaves no process behind."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ def start(scripts: Path, log: Path, script: str, show: str = "", *options: str) 
 
 
 def gone(pid: int) -> bool:
-    """Dead, or a zombie that only waits to be collected."""
+    """Whether a process is dead, or a zombie that waits to be collected."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def test_a_failure_shows_its_cause_before_the_noise_that_follows(scripts: Path, 
 
 
 def test_a_label_shows_how_far_the_command_is(scripts: Path, tmp_path: Path) -> None:
-    """Each training of the quickstart printed forty lines of Megatron's, each wider than the screen."""
+    """Each training of the quickstart printed forty lines of Megatron, each wider than the screen."""
     options = ["--label", "training", "--progress", r"iteration +(\d+)/ +(\d+)", "--as", r"iteration \1 of \2"]
     process = start(scripts, tmp_path / "a.log", "echo iteration  1/  2; echo iteration  2/  2", "$^", *options)
     shown, progress = process.communicate(timeout=20)
@@ -110,7 +110,7 @@ def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path
 
 
 def test_an_orphan_in_a_session_of_its_own_is_ended(scripts: Path, tmp_path: Path) -> None:
-    """torchrun starts its workers in sessions of their own and can die before them; a process group would miss them."""
+    """torchrun starts its workers in sessions of their own and may die before them; a process group would miss them."""
     pids = tmp_path / "pids"
     process = start(scripts, tmp_path / "a.log", f"setsid sleep {LONG_S} & echo $! > {pids}; exit 0")
     _, errors = process.communicate(timeout=20)
@@ -120,7 +120,7 @@ def test_an_orphan_in_a_session_of_its_own_is_ended(scripts: Path, tmp_path: Pat
 
 
 def test_what_ends_by_itself_right_after_is_no_orphan(scripts: Path, tmp_path: Path) -> None:
-    """Python's resource tracker notices that its process is gone, and ends; it was called left behind now and then."""
+    """Python's resource tracker ends soon after its process; it was sometimes reported as left behind."""
     process = start(scripts, tmp_path / "a.log", "setsid sleep 0.2 & exit 0")
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -139,7 +139,7 @@ def test_a_signal_ends_the_whole_family(scripts: Path, tmp_path: Path, number: s
     assert all(gone(pid) for pid in family)
 
 
-# The system call that ends one thread alone.
+# The system call that ends a single thread.
 EXIT = {"x86_64": 60, "aarch64": 93}
 
 FIRST_THREAD_ENDED = """
@@ -156,10 +156,9 @@ ctypes.CDLL(None).syscall(int(sys.argv[2]), 0)
 def test_a_process_of_which_only_the_first_thread_is_dead_is_ended_with_its_children(
     scripts: Path, tmp_path: Path
 ) -> None:
-    """A command that dies is a zombie before its other threads are gone, and until then nobody has adopted its
-    children.
+    """A dying command is a zombie before its other threads end, and until then its children have no new parent.
 
-    Whoever looked just then saw no family left: of four test runs that were stopped, three left their workers.
+    A check at that moment saw no family: of four stopped test runs, three left their workers behind.
     """
     pids, program = tmp_path / "pids", tmp_path / "program.py"
     program.write_text(FIRST_THREAD_ENDED)

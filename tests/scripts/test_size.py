@@ -1,4 +1,4 @@
-"""scripts/size.py: a sum that grows fails until the table says why."""
+"""scripts/size.py fails if a sum grows, until the table says why."""
 
 import sys
 from pathlib import Path

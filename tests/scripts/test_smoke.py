@@ -1,5 +1,4 @@
-"""examples/smoke_8gpu.sh with trainings that are made up: each is compared, what fails or hangs is told and the
-others go on."""
+"""examples/smoke_8gpu.sh with fake trainings: each is compared; failing or hanging ones are reported."""
 
 import os
 import re
@@ -11,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In place of Python: a training leaves the report of a run that went as $GOES says (run=how, run=how); anything else is
-# Python's.
+# Replaces Python: a training writes the report of a run that went as $GOES says (run=how, run=how); anything else is
+# run by Python.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
@@ -24,7 +23,7 @@ if "torch.distributed.run" not in arguments:
     os.execv(sys.executable, [sys.executable, *arguments])
 folder = Path(arguments[arguments.index("--bpipe-report") + 1])
 (folder / "arguments.txt").write_text(" ".join(arguments))
-goes = dict(one.split("=") for one in os.environ["GOES"].split()).get(folder.name, "well")
+goes = dict(entry.split("=") for entry in os.environ["GOES"].split()).get(folder.name, "well")
 if goes == "hangs":
     time.sleep(60)
 if goes == "fails":
@@ -63,7 +62,7 @@ def smoke(tmp_path: Path, goes: str = "", **environment: str) -> subprocess.Comp
 
 
 def table(ended: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """By run, its row."""
+    """Return each run's row."""
     return {" ".join(line.split()[:2]): line for line in ended.stdout.splitlines()[1:-1]}
 
 
@@ -87,7 +86,7 @@ def test_one_bit_is_enough_to_fail_and_the_others_are_tried(tmp_path: Path) -> N
     assert rows["pipeline gloo"].endswith("  failed with status 1")
     assert rows["pipeline host"].endswith("  identical")
     assert ended.stdout.splitlines()[-1] == "NOT as stock Megatron: pipeline gloo, pipeline peer"
-    assert "CUDA error: nobody knows" in ended.stderr, "the end of its log"
+    assert "CUDA error: nobody knows" in ended.stderr, "the log's end is shown"
     assert "iteration 3" in ended.stderr
 
 
@@ -106,7 +105,7 @@ def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_cpu", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_one_gpu_is_shared_by_all_ranks(tmp_path: Path, on_cpu: str) -> None:
-    """On the CPU it is a rehearsal: the flag is there, and has nothing to share."""
+    """On the CPU it is a rehearsal: the flag is set but has no effect."""
     ended = smoke(tmp_path, ONE_GPU="1", ON_CPU=on_cpu, GPUS="1")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1].endswith(" runs train as stock Megatron does, to the last bit")

@@ -1,6 +1,6 @@
 """What scripts/test_torch.sh refuses before it sets anything up, and how it counts what ran.
 
-That the tests pass is what it is run for, every night, with the oldest and the newest torch.
+The nightly build runs it with the oldest and the newest torch.
 """
 
 import os
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from bpipe.torch.upstream import RUN_VERSIONS
 from tests.unit.test_project import EXTRAS
 
-# The parts by what is run in them. Each fake part answers as pytest and the example do.
+# The parts by what is run in them. Each fake part prints what pytest or the example would.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *run_logged.py*) exec {python} "$@" ;;
@@ -46,7 +46,7 @@ def no_logs(scripts: Path) -> Iterator[None]:
 
 
 def environment(folder: Path, torch: str) -> Path:
-    """An environment that holds everything, whose Python says what a run of the tests would."""
+    """Make an environment that has everything, whose Python prints what a test run would."""
     (folder / "bin").mkdir(parents=True)
     (folder / "pyvenv.cfg").touch()
     (folder / ".bpipe-installed").write_text("stamp\n")
@@ -58,36 +58,36 @@ def environment(folder: Path, torch: str) -> Path:
 
 @pytest.mark.parametrize("version", ["latest", "2", "2.11.0/..", "torch==2.11.0", ""])
 def test_what_is_no_version_is_refused(scripts: Path, version: str) -> None:
-    done = run(scripts, version)
-    assert done.returncode == 2
-    assert done.stderr == (
+    process = run(scripts, version)
+    assert process.returncode == 2
+    assert process.stderr == (
         f"test_torch.sh: '{version}' is not a version of torch. Give one such as 2.11.0, or newest.\n"
     )
 
 
 def test_an_environment_with_another_torch_is_refused(scripts: Path, tmp_path: Path) -> None:
-    done = run(scripts, "9.9.9", folder=environment(tmp_path / "there", "9.9.8+cpu"))
-    assert done.returncode == 1
-    assert f"{tmp_path}/there has torch 9.9.8+cpu, not 9.9.9. Remove that folder" in done.stderr
+    process = run(scripts, "9.9.9", folder=environment(tmp_path / "there", "9.9.8+cpu"))
+    assert process.returncode == 1
+    assert f"{tmp_path}/there has torch 9.9.8+cpu, not 9.9.9. Remove that folder" in process.stderr
 
 
 def test_every_part_is_counted_and_one_that_fails_fails_all(scripts: Path, tmp_path: Path) -> None:
-    done = run(scripts, "9.9.9", folder=environment(tmp_path / "there", "9.9.9+cpu"))
-    lines = [line.partition(": ")[2] for line in done.stderr.splitlines()]
+    process = run(scripts, "9.9.9", folder=environment(tmp_path / "there", "9.9.9+cpu"))
+    lines = [line.partition(": ")[2] for line in process.stderr.splitlines()]
     assert "runtime: FAILED: 2 failed, 400 passed, 3 skipped" in lines
     assert "bpipe.torch: 5 passed" in lines
     assert "megatron: 1 passed" in lines
     assert "example: passed" in lines
     row = r"\| 9\.9\.9 \| 20\S+ \| FAILED: 2 failed, 400 passed, 3 skipped \| 5 passed \| 1 passed \| passed \|"
-    assert re.search(row, done.stdout)
-    assert done.returncode == 1
-    assert "with torch 9.9.9+cpu 1 of 4 parts failed. Logs: " in done.stderr
+    assert re.search(row, process.stdout)
+    assert process.returncode == 1
+    assert "with torch 9.9.9+cpu 1 of 4 parts failed. Logs: " in process.stderr
 
 
 def test_the_oldest_and_the_newest_are_those_that_are_promised(scripts: Path) -> None:
-    """Torch 2.11 was promised and had never been run: it failed."""
+    """Torch 2.11 was promised but had never been run, and failed."""
     root = scripts.parent
-    (bound,) = [wanted for wanted in map(Requirement, EXTRAS["torch"]) if wanted.name == "torch"]
+    (bound,) = [line for line in map(Requirement, EXTRAS["torch"]) if line.name == "torch"]
     assert str(bound.specifier) == f">={RUN_VERSIONS[0]}a0"
     assert f'torch: ["{RUN_VERSIONS[0]}", newest]' in (root / ".github/workflows/nightly.yml").read_text()
     table = (root / "docs/pipelining.md").read_text().partition("## Versions of torch")[2].partition("\n## ")[0]
@@ -97,5 +97,5 @@ def test_the_oldest_and_the_newest_are_those_that_are_promised(scripts: Path) ->
 
 @pytest.mark.timeout(300)
 def test_the_training_it_chooses_exists(scripts: Path) -> None:
-    (which,) = re.findall(r"^pytests megatron -k (\w+) ", (scripts / "test_torch.sh").read_text(), re.MULTILINE)
-    assert f"\ndef {which}(" in (scripts.parent / "tests/gloo/test_training.py").read_text()
+    (training,) = re.findall(r"^pytests megatron -k (\w+) ", (scripts / "test_torch.sh").read_text(), re.MULTILINE)
+    assert f"\ndef {training}(" in (scripts.parent / "tests/gloo/test_training.py").read_text()

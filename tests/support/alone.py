@@ -1,4 +1,4 @@
-"""The messages of a rank without neighbours. In: what would be received. Out: that, once its receive is posted."""
+"""The messages of a rank without neighbours."""
 
 from collections.abc import Callable
 

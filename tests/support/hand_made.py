@@ -9,14 +9,14 @@ from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.schedule import Schedule, Slot
 
-# All but that of CUDA_LAUNCH_BLOCKING=1, under which our own loop's receives hold their host.
-STOOD = tuple(waits for waits in WaitLevel if waits <= WaitLevel.ONE_QUEUE)
+# All levels except CUDA_LAUNCH_BLOCKING=1, under which the receives of our own loop block their host.
+PLANNED_WAITS = tuple(waits for waits in WaitLevel if waits <= WaitLevel.ONE_QUEUE)
 BACK = (Kind.LOAD, Kind.RETURN)
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
 def v_flat(p: int, m: int) -> Schedule:
-    """Return a V in halves with every forward before any backward: no rank ever holds less, and first chunks wait long."""
+    """Return a V with split backwards and all forwards first: no rank ever holds less, and first chunks wait long."""
     orders = []
     for rank in range(p):
         stages = rank, 2 * p - 1 - rank
@@ -27,8 +27,7 @@ def v_flat(p: int, m: int) -> Schedule:
 
 
 def far_ahead() -> Schedule:
-    """Return six stages on three ranks, in which rank 1 takes the second output of the first stage only after the first
-    output has gone around twice.
+    """Return six stages on three ranks: rank 1 takes stage 0's second output after the first has gone around twice.
 
     Meanwhile rank 0 has made four outputs.
     """
@@ -58,7 +57,7 @@ def host_first() -> Schedule:
 
 
 def with_late_loads(schedule: Schedule) -> Schedule:
-    """Return the schedule with loads as late as possible: every load, and its other end, in the slot before its backward."""
+    """Return the schedule with every load and its other end in the slot before its backward, as late as possible."""
     needed: dict[Key, int] = {}
     for row in schedule.ranks:
         for slot, cell in enumerate(row):

@@ -1,7 +1,7 @@
-"""What a process still holds of its trainings, by kind: 0 of each if it has released everything.
+"""The resources that a process still holds after its trainings, by kind: 0 of each if it has released everything.
 
-In: nothing. Out: numbers. Memory that two processes share has no name in the file system, so this looks at the open
-files and mappings of the process.
+Memory shared between two processes has no name in the file system, so this reads the process's open files and
+mappings.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# Names of the memory of `peer` on CPUs, and of late devices' memory.
+# Names of the shared memory of `peer` on CPUs and of late devices.
 SHARED = ("/memfd:bpipe (deleted)", "/memfd:late (deleted)")
 
 

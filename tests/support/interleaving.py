@@ -1,10 +1,8 @@
 """Run programs slowly and obviously: one instruction of one rank at a time, in any order.
 
-In: instructions. Out: what went wrong, or None.
-
-Shares no code with the deadlock check, the simulator or the executor. A message or transfer passes when all its ends
-have come to it. Nothing but their order tells messages from one rank to another apart, nor collectives of one sort and
-sender.
+`fault_of` returns what went wrong, or None. It shares no code with the deadlock check, the simulator or the executor. A
+message or transfer passes when all its ends have reached it. Only their order distinguishes messages from one rank to
+another, and collectives of one sort and sender.
 """
 
 import random
@@ -20,7 +18,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class Wrong(Exception):
-    """An instruction did what it may not do."""
+    """An instruction did something that is not allowed."""
 
 
 def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed: int) -> str | None:
@@ -63,7 +61,7 @@ class World:
         self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
         self.buffers = [num_host_buffers(schedule, rank) for rank in range(schedule.num_ranks)]
         self.ran: list[set[Action]] = [set() for _ in schedule.ranks]
-        # By rank: values whose messages have begun here, and those that were waited for.
+        # By rank: values whose messages have begun, and those that were waited for.
         self.begun: list[set[int]] = [set() for _ in schedule.ranks]
         self.waited: list[set[int]] = [set() for _ in schedule.ranks]
         # By channel, then by rank: the values, in order.
@@ -73,7 +71,7 @@ class World:
         self.halves: dict[int, tuple[tuple[int, int], int]] = {}
         self.unfinished: list[dict[int, Transfer]] = [{} for _ in schedule.ranks]
         self.away: set[tuple[int, int]] = set()
-        # For each stay of a micro-batch: the stages that its evictor has run before it tells the size.
+        # For each eviction of a micro-batch: the forwards that its evictor has run before it sends the size.
         self.measured_by: dict[tuple[int, int], list[set[Action]]] = {}
         for row in schedule.ranks:
             first: dict[int, Action] = {}
@@ -95,10 +93,11 @@ class World:
             return all(operand.value in self.begun[party] for party in operand.parties)
         if op is Op.FINISH and id(operand) in self.halves:
             assert isinstance(operand, Transfer)
-            way, nth = self.halves[id(operand)]
-            return all(len(self.moves[way].get(end, ())) > nth for end in set(way))
+            direction, nth = self.halves[id(operand)]
+            return all(len(self.moves[direction].get(end, ())) > nth for end in set(direction))
         if op is Op.START and isinstance(operand, Transfer) and operand.action.kind is Kind.HOST:
-            # The host has heard of all earlier stages, even of those that never leave, which is stricter than necessary.
+            # The host knows the sizes of all earlier stages, even of those that are never evicted, which is stricter
+            # than necessary.
             return self.measured_by[operand.action.stage, operand.action.microbatch][0] <= self.ran[operand.sender]
         return True
 
@@ -110,7 +109,7 @@ class World:
             (self.start if op is Op.START else self.arrive)(rank, operand)
         elif op is Op.WAIT:
             if operand.value not in self.begun[rank]:
-                raise Wrong(f"rank {rank} waits for {operand} and has not begun it")
+                raise Wrong(f"rank {rank} waits for {operand} but has not begun it")
             self.waited[rank].add(operand.value)
         else:
             self.begin(rank, op, operand)
@@ -127,7 +126,7 @@ class World:
             if Action(action.stage, Kind.FORWARD, action.microbatch) not in self.ran[rank]:
                 raise Wrong(f"{action} comes before its forward")
             if (action.stage, action.microbatch) in self.away:
-                raise Wrong(f"{action} reads what has not come back")
+                raise Wrong(f"{action} comes before its load")
         self.ran[rank].add(action)
 
     def has_made(self, rank: int, value: int) -> bool:
@@ -149,31 +148,32 @@ class World:
             raise Wrong(f"{message} meets another message on its way")
 
     def start(self, rank: int, half: Transfer) -> None:
-        way, key, kind = (half.sender, half.receiver), (half.action.stage, half.action.microbatch), half.action.kind
+        direction, kind = (half.sender, half.receiver), half.action.kind
+        key = half.action.stage, half.action.microbatch
         if kind is Kind.HOST:
             self.measured_by[key].pop(0)
         if kind is Kind.EVICT and (key in self.away or Action(key[0], Kind.FORWARD, key[1]) not in self.ran[rank]):
-            raise Wrong(f"{half} has nothing to send")
+            raise Wrong(f"{half} has nothing to evict")
         if kind is Kind.RETURN and key not in self.arrived[rank]:
-            raise Wrong(f"{half} gives back what has not come")
+            raise Wrong(f"{half} returns what has not arrived")
         if kind is Kind.HOST and len(self.hosted[rank]) == self.buffers[rank]:
-            raise Wrong(f"{half} has no buffer that is empty")
+            raise Wrong(f"{half} has no empty buffer")
         if kind is Kind.EVICT:
             self.away.add(key)
         elif kind is Kind.HOST:
             self.hosted[rank].add(key)
-        ends = self.moves.setdefault(way, {})
+        ends = self.moves.setdefault(direction, {})
         ends.setdefault(rank, []).append(half)
         nth = len(ends[rank]) - 1
         for transfers in ends.values():
             if len(transfers) > nth and (transfers[nth].action.stage, transfers[nth].action.microbatch) != key:
                 raise Wrong(f"{half} meets {transfers[nth]}")
-        self.halves[id(half)] = (way, nth)
+        self.halves[id(half)] = (direction, nth)
         self.unfinished[rank][id(half)] = half
 
     def arrive(self, rank: int, half: Transfer) -> None:
         if self.unfinished[rank].pop(id(half), None) is None:
-            raise Wrong(f"rank {rank} waits for {half} and has not started it")
+            raise Wrong(f"rank {rank} waits for {half} but has not started it")
         key = (half.action.stage, half.action.microbatch)
         if half.action.kind is Kind.LOAD:
             self.away.remove(key)
@@ -187,6 +187,6 @@ class World:
         """Check that everything was computed and waited for."""
         for rank, row in enumerate(self.schedule.ranks):
             if self.ran[rank] != {action for cell in row for action in cell.computations}:
-                raise Wrong(f"rank {rank} has not computed all that is its")
+                raise Wrong(f"rank {rank} has not run all its computations")
             if self.begun[rank] != self.waited[rank] or self.unfinished[rank]:
-                raise Wrong(f"rank {rank} has not waited for all that it began")
+                raise Wrong(f"rank {rank} has not waited for everything that it began")

@@ -1,8 +1,7 @@
 """Check a schedule in a slow and obvious way: walk through its grid and execute each slot.
 
-In: a Schedule. Out: whether it is sound.
-
-Shares no code with `bpipe.schedule.check.rules`, and checks all of its rules but deadlocks. Uses only the grid.
+`is_sound` shares no code with `bpipe.schedule.check.rules`, and checks all of its rules except deadlocks. It uses only
+the grid.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ class State:
 
 
 def is_sound(schedule: Schedule) -> bool:
-    """Run all ranks slot by slot; anything impossible, or left undone, makes the schedule unsound."""
-    assert schedule.layout.num_pipes == 1, "only one pipe is judged"
-    now = State()
+    """Run all ranks slot by slot; anything impossible or left undone makes the schedule unsound."""
+    assert schedule.layout.num_pipes == 1, "only schedules of one pipe can be checked"
+    state = State()
     # Too few slots for all computations.
     if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
         return False
-    every = {
+    all_keys = {
         (stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)
     }
     for column in zip(*schedule.ranks, strict=True):
-        began = now.copy()
-        holding = [
-            sum(schedule.layout.placements[0][stage] == rank for stage, _ in now.present)
+        before = state.copy()
+        counts = [
+            sum(schedule.layout.placements[0][stage] == rank for stage, _ in state.present)
             for rank in range(schedule.num_ranks)
         ]
-        for stage, _ in now.away:
-            holding[schedule.partners[schedule.layout.placements[0][stage]] if schedule.partners else 0] += 1
+        for stage, _ in state.away:
+            counts[schedule.partners[schedule.layout.placements[0][stage]] if schedule.partners else 0] += 1
         for rank, cell in enumerate(column):
             if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
                 return False
             for action in (cell.compute, cell.overlapped):
-                if action is not None and not computes(schedule, rank, action, every, began, now, holding):
+                if action is not None and not computes(schedule, rank, action, all_keys, before, state, counts):
                     return False
             for moved in cell.transfers:
-                if not moves(schedule, rank, moved, column, began, now, holding):
+                if not moves(schedule, rank, moved, column, before, state, counts):
                     return False
         # What is evicted, returned or computed backward is still held during this slot.
         if schedule.bounds is not None and any(
-            count > bound for count, bound in zip(holding, schedule.bounds, strict=True)
+            count > bound for count, bound in zip(counts, schedule.bounds, strict=True)
         ):
             return False
-    return now.forwarded == now.backwarded == now.over == every
+    return state.forwarded == state.backwarded == state.over == all_keys
 
 
 def overlaps(first: Action, second: Action) -> bool:
@@ -80,7 +79,7 @@ def overlaps(first: Action, second: Action) -> bool:
 def computes(
     schedule: Schedule, rank: int, action: Action, every: set[Key], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Run a computation if its operands were there when the slot began; return whether they were."""
+    """Run a computation if its operands existed when the slot began; return whether they did."""
     key = (action.stage, action.microbatch)
     if key not in every or schedule.layout.placements[0][action.stage] != rank:
         return False
@@ -107,7 +106,7 @@ def computes(
 def moves(
     schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]
 ) -> bool:
-    """Move one micro-batch if it can be moved in this slot and the other end is there; return whether it was moved."""
+    """Move one micro-batch if it can be moved in this slot and the other end is in it, too; return whether it was."""
     if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
         return False
     partner, key = schedule.partners[rank], (moved.stage, moved.microbatch)

@@ -1,4 +1,4 @@
-"""What tests compare predictions with: every setup of a space, bounds from whole costs, and parameters of models."""
+"""References for predictions: every setup of a space, bounds from whole costs, and parameters of models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def every_setup(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setu
 
 
 def lower_bound_s(setup: Setup) -> float:
-    """Return the bound of `Bounds` from the costs of the whole setup, of which nothing is cached."""
+    """Return the bound of `Bounds`, computed from the costs of the whole setup without a cache."""
     return bounds._bound(setup, bounds._work_of(setup, None)) + bounds._update_s(setup, None)
 
 

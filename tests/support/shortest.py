@@ -1,14 +1,12 @@
-"""Find the shortest order of a schedule's computations within a bound of memory.
-
-In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
+"""Find the shortest order of a schedule's computations within a memory bound.
 
 The computations stay on their ranks, and their order is free. Times, dependencies and memory are those of `timing`,
 `schedule.dependencies` and `schedule.memory`, written as constraints for OR-tools' CP-SAT. The search ends with a proof
 or, if time runs out, with the best order found and a lower bound.
 
 Micro-batches of one pipe are alike. If a stage does not take them in order, its computations of one kind can be renamed
-in order of their start: the k-th still comes after the k-th of its operands, and as many are held at any time. So only
-orders are searched in which every stage takes a pipe's micro-batches in turn, and no shorter one is lost.
+by their start: the k-th still comes after the k-th of its operands, and as many are held at any time. So it suffices to
+search orders in which every stage takes a pipe's micro-batches in order.
 """
 
 import os
@@ -69,12 +67,12 @@ def shortest(schedule: Schedule, costs: UnitCosts, limit: int, limit_s: float) -
     if max(peak_counts(schedule)) <= limit:
         options.hint(starts(work))
     begun, ticks, proven = options.solve(limit_s)
-    found_orders = [
+    new_orders = [
         [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
         for row in work.rows
     ]
-    placed = place("shortest", schedule.num_microbatches, schedule.layout, found_orders)
-    assert max(peak_counts(placed)) <= limit, "the solver counts memory otherwise than the rule"
+    placed = place("shortest", schedule.num_microbatches, schedule.layout, new_orders)
+    assert max(peak_counts(placed)) <= limit, "the solver and the rule count memory differently"
     return Shortest(placed, Fraction(ticks, stage_costs.per_unit), Fraction(proven, stage_costs.per_unit))
 
 
@@ -89,7 +87,7 @@ class _Model:
         self._starts = [model.new_int_var(0, self._horizon, "") for _ in work.actions]
         self._ends = [start + last for start, last in zip(self._starts, work.lasts, strict=True)]
         self._length = model.new_int_var(0, self._horizon, "length")
-        # The interval in which memory is held, by the jobs at its ends.
+        # The intervals during which memory is held, with the jobs at their ends.
         self._spans: list[tuple[Any, int, int]] = []
         for row in work.rows:
             model.add_no_overlap(
@@ -106,7 +104,7 @@ class _Model:
         model.minimize(self._length)
 
     def _last_at_least(self) -> None:
-        """Add as a lower bound what comes before, on and after any rank. The solver finds it, too, but late."""
+        """Add the time before, on and after any rank as a lower bound, which the solver itself finds late."""
         work, jobs = self._work, range(len(self._work.actions))
         after: list[list[tuple[int, int]]] = [[] for _ in jobs]
         for job in jobs:
@@ -142,11 +140,16 @@ class _Model:
                 whole = self._places[Action(action.stage, Kind.BACKWARD, action.microbatch)]
                 sizes_of_rank[rank].append((self._held(job, whole), size.saved_bytes))
                 continue
-            kept, more = min(size.saved_bytes, size.after_input_bytes), size.after_input_bytes - size.saved_bytes
-            sizes_of_rank[rank].append((self._held(job, last), kept))
-            if more:
+            held_bytes, change_bytes = (
+                min(size.saved_bytes, size.after_input_bytes),
+                size.after_input_bytes - size.saved_bytes,
+            )
+            sizes_of_rank[rank].append((self._held(job, last), held_bytes))
+            if change_bytes:
                 sizes_of_rank[rank].append(
-                    (self._held(job, first), -more) if more < 0 else (self._held(first, last), more)
+                    (self._held(job, first), -change_bytes)
+                    if change_bytes < 0
+                    else (self._held(first, last), change_bytes)
                 )
         for entries in sizes_of_rank:
             spans, sizes = zip(*entries, strict=True)
@@ -159,7 +162,7 @@ class _Model:
         return self._model.new_interval_var(self._starts[first], size, self._ends[last], "")
 
     def hint(self, begun: Sequence[int]) -> None:
-        """Give the solver a complete order to begin with, so that it need not search for the rest."""
+        """Give the solver a complete order to begin with."""
         lasts = self._work.lasts
         for start, tick in zip(self._starts, begun, strict=True):
             self._model.add_hint(start, tick)
@@ -175,7 +178,7 @@ class _Model:
         status = solver.solve(self._model)
         if status == cp_model.INFEASIBLE:
             raise ValueError(f"no order holds at most {self._most} chunk micro-batches on every rank")
-        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), f"nothing was found in {limit_s:g} s"
+        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), f"no order found in {limit_s:g} s"
         length = solver.value(self._length)
         # Times are whole ticks, so the bound is rounded up.
         proven = length if status == cp_model.OPTIMAL else min(length, ceil(solver.best_objective_bound))

@@ -1,7 +1,6 @@
 """A fixture for tests that compute with torch: one thread per rank, as the launcher sets it.
 
-With more, every computing thread has its own pool, and pools that spin on few cores make a test of milliseconds take
-seconds.
+With more, every computing thread has its own pool, and spinning pools on few cores turn milliseconds into seconds.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Build torch's own pipeline schedules without processes.
 
-In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
-
 Stages have only what a schedule reads when it is constructed: no module, no group. Imports torch.
 """
 
@@ -12,10 +10,10 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-# Torch 2.15 counts what a schedule holds; before it did not.
+# Since 2.15, torch counts what a schedule holds.
 COUNTS = hasattr(schedules, "analyze_pipeline_activation_liveness")
 
-# Class, and stages per rank; those with 2 in V shape have the first and the last stage on rank 0.
+# Classes by stages per rank; with a V shape, the first and the last stage are on rank 0.
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -51,8 +49,7 @@ def rows(schedule: Any) -> dict[int, list[Any]]:
     else:
         orders = schedule._get_pipeline_order()
         if isinstance(schedule, schedules.Schedule1F1B):
-            # Torch 2.15 counts the last rank's forwards from 1, and so names one micro-batch too many; its running loop
-            # does not.
+            # Torch 2.15 counts the last rank's forwards from 1, one micro-batch too many; its running loop does not.
             last = max(orders)
             orders[last] = [
                 action._replace(microbatch_index=action.microbatch_index - 1)

@@ -61,7 +61,7 @@ def test_project_alone_needs_only_what_installs_in_seconds() -> None:
 def test_the_torch_of_a_container_is_kept() -> None:
     """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the
     one of PyPI."""
-    (torch,) = [wanted for wanted in map(Requirement, EXTRAS["torch"]) if wanted.name == "torch"]
+    (torch,) = [requirement for requirement in map(Requirement, EXTRAS["torch"]) if requirement.name == "torch"]
     # As pip asks: pre-releases count only where the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
     assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")

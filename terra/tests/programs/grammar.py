@@ -1,8 +1,8 @@
-"""Draw programs at random. In: a seed. Out: a `Program`, and its listing, which is Python and is what runs.
+"""Draw programs at random from a seed: a `Program`, and its listing, which is the Python code that runs.
 
-A listing is complete: `from_listing` builds the same program of it again. Each statement has a line of its own, as a
-program's statements have, so that places tell operations apart. What is drawn is valid: all values are 4 x 4 matrices
-that stay small, and what is written in place is a copy of the statement's own that no backward needs.
+A listing is complete: `from_listing` builds the same program from it. Each statement has its own line, so that
+locations distinguish operations. Drawn programs are valid: all values are 4 x 4 matrices that stay small, and only a
+statement's own copy, which no backward needs, is written in place.
 """
 
 import linecache
@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.programs.program import Program
 
-# What a listing has before and after its drawn lines.
+# The text of a listing before its drawn lines.
 _HEAD = '''\
 """Program {seed} of the grammar: {features}."""
 
@@ -78,7 +78,7 @@ def build(seed: int) -> Program:
 
 def from_listing(listing: str, seed: int) -> Program:
     """Return the program with this listing."""
-    # A file's name, so that places and tracebacks show the lines; none that exists.
+    # A file name that does not exist, so that locations and tracebacks show the lines.
     file = f"grammar-{seed}.py"
     linecache.cache[file] = len(listing), None, listing.splitlines(keepends=True), file
     namespace: dict[str, Any] = {"__name__": f"grammar_{seed}"}
@@ -104,12 +104,12 @@ def _indented(lines: list[str], depth: int) -> str:
 
 @dataclass
 class _Writer:
-    """Draws statements; `values` are matrices that exist on every path, and all but x0 depend on a weight."""
+    """Draws statements. `values` are matrices that exist on every path, and all except x0 depend on a weight."""
 
     random: random.Random
     features: set[str] = field(default_factory=set)
     values: list[str] = field(default_factory=lambda: ["x0", "x1", "x2"])
-    # Python numbers that every path has by now, each between -1 and 1.
+    # Python numbers that exist on every path, each between -1 and 1.
     numbers: list[str] = field(default_factory=lambda: ["(i % 3) / 3", "1 / (i + 1)"])
     count: int = 2
 
@@ -118,15 +118,15 @@ class _Writer:
         return f"x{self.count}"
 
     def value(self) -> str:
-        # Later values more often, so that results are used.
+        # Prefer later values, so that results are used.
         return self.values[-1 - min(self.random.randrange(len(self.values)), self.random.randrange(len(self.values)))]
 
-    def one_of(self, *choices: str) -> str:
+    def choose(self, *choices: str) -> str:
         return self.random.choice(choices)
 
     def filled(self, text: str, name: str) -> list[str]:
         """Return the lines of a text with a name for its result, values and a number."""
-        x, y, c = self.value(), self.value(), self.one_of(*self.numbers)
+        x, y, c = self.value(), self.value(), self.choose(*self.numbers)
         return text.format(n=name, x=x, y=y, c=c).split("\n")
 
     def block(self, num_statements: int, depth: int) -> list[str]:
@@ -138,7 +138,7 @@ class _Writer:
             if callable(rule):
                 lines += rule(self, depth)
             else:
-                lines += self.filled(self.one_of(*rule), result := self.new())
+                lines += self.filled(self.choose(*rule), result := self.new())
                 self.values.append(result)
         return lines
 
@@ -150,22 +150,22 @@ class _Writer:
         return lines, value
 
     def ending(self) -> list[str]:
-        # All of them, so that a wrong one changes the loss.
+        # Use all values, so that a wrong one changes the loss.
         used = ", ".join(self.values[1:])
         lines = [
             f"loss = torch.stack([{used}]).mean(0).tanh().square().mean() + self.weights[2].square().mean() * 0.01"
         ]
-        way = self.one_of("set to none", "kept", "accumulated")
-        self.features.add(f"gradients {way}")
-        if way == "accumulated":
+        mode = self.choose("set to none", "kept", "accumulated")
+        self.features.add(f"gradients {mode}")
+        if mode == "accumulated":
             lines += ["loss.backward()", "if i % 2 == 0:", "    return loss.detach()"]
         else:
-            lines += [f"self.optimizer.zero_grad(set_to_none={way != 'kept'})", "loss.backward()"]
+            lines += [f"self.optimizer.zero_grad(set_to_none={mode != 'kept'})", "loss.backward()"]
         if self.random.random() < 0.4:
             self.features.add("clipping")
             lines.append("torch.nn.utils.clip_grad_norm_(self.weights, 0.5)")
         lines.append("self.optimizer.step()")
-        if way == "accumulated":
+        if mode == "accumulated":
             lines.append("self.optimizer.zero_grad()")
         if self.random.random() < 0.4:
             self.features.add("schedule")
@@ -191,7 +191,7 @@ class _Writer:
         return call, setup
 
 
-# Expressions by rule: of `x` and `y`, values that there are, and `c`, a number.
+# Expressions by rule, of existing values `x` and `y` and a number `c`.
 EXPRESSIONS = {
     "unary": tuple(f"{{x}}.{name}()" for name in ("sin", "tanh", "sigmoid", "relu", "neg", "abs", "cos", "clone")),
     "binary": ("{x} + {y}", "{x} - {y}", "({x} * {y}).tanh()", "torch.maximum({x}, {y})"),
@@ -229,16 +229,16 @@ EXPRESSIONS = {
         f"torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.tanh(), 0.2).sin(), {{x}}, use_reentrant={way})"
         for way in (True, False)
     ),
-    # Of values of its own: a graph with a reentrant checkpoint in it gives no gradients to this.
+    # Of separate values: a graph with a reentrant checkpoint gives them no gradients.
     "double backward": tuple(
         f"{{x}} + torch.autograd.grad((x0 @ self.weights[0]).{name}().sum(), self.weights[0], create_graph=True)[0].tanh()"
         for name in ("sin", "tanh")
     ),
     "complex": tuple(f"(torch.fft.fft({{x}}).conj() * 0.25).{part} + {{x}}" for part in ("imag", "real")),
 }
-# Statements by rule, which give `n` a value.
+# Statements by rule, which assign a value to `n`.
 STATEMENTS = {
-    # An array that lends its memory is overwritten after the operation that reads it.
+    # The array that lends its memory is overwritten after the operation that reads it.
     "lent memory": (
         "self.buffer[:] = self.array(i + 100, 4, 4)\n{n} = {x} + torch.from_numpy(self.buffer)\nself.buffer[:] = -1",
     ),
@@ -281,12 +281,12 @@ def in_place(w: _Writer, depth: int) -> list[str]:
 
 
 def reseeded(w: _Writer, depth: int) -> list[str]:
-    return [w.one_of(*RESEEDS)]
+    return [w.choose(*RESEEDS)]
 
 
 def item(w: _Writer, depth: int) -> list[str]:
     name = f"c{w.count}"
-    lines = w.filled(f"{{n}} = {w.one_of(*READS)}\nself.note('{{n}}', {{n}})", name)
+    lines = w.filled(f"{{n}} = {w.choose(*READS)}\nself.note('{{n}}', {{n}})", name)
     w.count += 1
     w.numbers.append(name)
     return lines
@@ -294,19 +294,19 @@ def item(w: _Writer, depth: int) -> list[str]:
 
 def branch(w: _Writer, depth: int) -> list[str]:
     name = w.new()
-    lines = w.filled(f"{{n}} = {{x}}\nif {w.one_of(*CONDITIONS)}:", name)
+    lines = w.filled(f"{{n}} = {{x}}\nif {w.choose(*CONDITIONS)}:", name)
     inner, value = w.inner(depth, w.random.randint(1, 3))
     lines += [*(f"    {line}" for line in inner), f"    {name} = {value} + 0.1"]
     if w.random.random() < 0.5:
-        else_lines, otherwise = w.inner(depth, w.random.randint(1, 2))
-        lines += ["else:", *(f"    {line}" for line in else_lines), f"    {name} = {otherwise} - 0.1"]
+        else_lines, else_value = w.inner(depth, w.random.randint(1, 2))
+        lines += ["else:", *(f"    {line}" for line in else_lines), f"    {name} = {else_value} - 0.1"]
     w.values.append(name)
     return lines
 
 
 def loop(w: _Writer, depth: int) -> list[str]:
     name, turn = w.new(), f"k{w.count}"
-    lines = w.filled(f"{{n}} = {{x}}\nfor {turn} in range({w.one_of(*COUNTS)}):", name)
+    lines = w.filled(f"{{n}} = {{x}}\nfor {turn} in range({w.choose(*COUNTS)}):", name)
     values = w.values[:]
     w.values.append(name)
     inner, value = w.inner(depth, w.random.randint(1, 3))

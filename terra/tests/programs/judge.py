@@ -1,9 +1,7 @@
 """Check whether a runner computes the same as plain execution, to the last bit.
 
-In: a program's build, a runner. Out: the first difference.
-
-A runner is given a function that runs one step, and runs it in its way. Everything that a step leaves behind is
-compared: losses, weights, gradients, optimizer's state, the states of random numbers, and what Python did besides
+`compare` returns the first difference. A runner takes a function that runs one step, and runs it in its own way. All
+effects of a step are compared: losses, weights, gradients, optimizer state, random states, and what Python did besides
 torch.
 """
 
@@ -41,8 +39,9 @@ def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_ste
     """Return the first difference, if there is one.
 
     Args:
-        each_step: Look at the runner's state after every step instead of after the last one only, which lets the
-            runner go on with a step while Python is at the next.
+        each_step: Whether to read the runner's state after every step, instead of only after the last, which lets the
+        runner
+            continue a step while Python is at the next.
     """
     with random_states_kept():
         expected = run(build, steps, plain, seed=seed, each_step=True)
@@ -53,19 +52,19 @@ def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_ste
 def run(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = True) -> History:
     """Build the program and run its steps. Leaves random states as the program left them."""
     program = build(seed)
-    seen = History(program)
+    history = History(program)
     for number in range(steps):
-        seen.losses.append(runner(partial(program.step, number)))
-        seen.num_notes[number] = len(program.log)
+        history.losses.append(runner(partial(program.step, number)))
+        history.num_notes[number] = len(program.log)
         if each_step or number == steps - 1:
-            seen.states[number] = program.state()
-            seen.randoms[number] = _randoms(program)
-    return seen
+            history.states[number] = program.state()
+            history.randoms[number] = _randoms(program)
+    return history
 
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Programs seed the shared generators."""
+    """Restore the shared generators, which programs seed."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -76,7 +75,7 @@ def random_states_kept() -> Iterator[None]:
 
 
 def _randoms(program: Program) -> dict[str, torch.Tensor]:
-    """Return all generators' states as bytes."""
+    """Return the states of all generators as bytes."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state().clone(),
@@ -96,10 +95,11 @@ def _first_difference(expected: History, actual: History) -> str | None:
         if number in actual.states:
             pairs += [("state", expected.states[number], actual.states[number])]
             pairs += [("random state", expected.randoms[number], actual.randoms[number])]
-        for kind, wanted, seen in pairs:
-            for name in dict.fromkeys([*wanted, *seen]):
-                if _bits(wanted.get(name)) != _bits(seen.get(name)):
-                    return f"{kind} {name} after step {number}: {seen.get(name)} in place of {wanted.get(name)}"
+        for kind, expected_tensors, actual_tensors in pairs:
+            for name in dict.fromkeys([*expected_tensors, *actual_tensors]):
+                pair = expected_tensors.get(name), actual_tensors.get(name)
+                if _bits(pair[0]) != _bits(pair[1]):
+                    return f"{kind} {name} after step {number}: {pair[1]} in place of {pair[0]}"
         notes, others = (history.program.log[: history.num_notes[number]] for history in (expected, actual))
         if notes != others:
             return f"log after step {number}: {others} in place of {notes}"
@@ -107,7 +107,7 @@ def _first_difference(expected: History, actual: History) -> str | None:
 
 
 def _bits(tensor: torch.Tensor | None) -> object:
-    """Return type, shape and bytes: -0.0 is not 0.0, and a NaN equals itself."""
+    """Return type, shape and bytes: -0.0 differs from 0.0, and a NaN equals itself."""
     if tensor is None:
         return None
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()

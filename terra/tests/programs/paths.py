@@ -1,12 +1,11 @@
 """The path of each step of a program, as tokens, and what a correct co-executor must do with each step.
 
-A token has the operation, its settings, and the whole stack of calls that issued it, from the step on; in a backward
-autograd's node too, and the token of the operation whose gradient it computes. Slow, and nothing is shared with
-`terra`.
+A token has the operation, its settings, and the whole call stack within the step; in a backward also autograd's node,
+and the token of the operation whose gradient it computes. This is slow, and shares no code with `terra`.
 
-The first steps warm up. Then steps are traced until one brings no new pair of neighbouring tokens (a step's beginning
-and end are tokens too). From then on steps are co-executed; one that brings a new pair falls back in mid-step, and the
-next ones are traced again. Counted as in Kim et al., Terra, NeurIPS 2021.
+The first steps warm up. Then steps are traced until one has no new pair of neighbouring tokens (a step's beginning and
+end are tokens, too). Later steps are co-executed; a step with a new pair falls back, and the next steps are traced
+again. Steps are counted as in Kim et al., Terra, NeurIPS 2021.
 """
 
 import dis
@@ -24,8 +23,8 @@ from torch.utils._pytree import tree_flatten
 
 from tests.programs.judge import Build, random_states_kept
 
-# Calls of a profiler, and constructors from Python's numbers, which compute nothing.
-_BESIDE = frozenset({"profiler", "prim"})
+# Profiler calls, and constructors from Python's numbers, which compute nothing.
+_IGNORED = frozenset({"profiler", "prim"})
 _LIFT = "aten.lift_fresh"
 # Arguments that belong to the operation; numbers, tensors and generators are fed to it.
 _SETTINGS = (str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -55,7 +54,7 @@ class _Tokens(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in _BESIDE and not str(func).startswith(_LIFT):
+        if func.namespace not in _IGNORED and not str(func).startswith(_LIFT):
             self.tokens.append(self._token(func, args, kwargs))
         return func(*args, **kwargs)
 
@@ -68,7 +67,7 @@ class _Tokens(TorchDispatchMode):
         if node is None:
             self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, token)
             return token
-        # What adds to a leaf has a number that no forward has: it belongs to the node before.
+        # Additions to a leaf have a number of no forward; they belong to the previous node.
         self._last = self._by_number.get(node._sequence_nr(), self._last)
         return token, node.name(), self._last
 
@@ -83,12 +82,12 @@ class _Tokens(TorchDispatchMode):
 
 @functools.cache
 def _instruction(code: CodeType, offset: int) -> int:
-    """Which one: Python calls some from their beginning, and from their end when it has seen them a few times."""
+    """Return the instruction's number: Python records calls at their beginning, after a few runs at their end."""
     return sum(instruction.offset <= offset for instruction in dis.get_instructions(code))
 
 
 class Counts(NamedTuple):
-    """Steps that were traced until the graph covered one, and falls back from co-execution to plain execution."""
+    """Steps that were traced until the graph covered one, and fallbacks from co-execution to plain execution."""
 
     traces: int
     fallbacks: int
@@ -125,5 +124,5 @@ def counts(paths: Iterable[Sequence[Hashable]], warm_up: int = 1) -> Counts:
     return Counts(result.count(Phase.TRACED), result.count(Phase.FELL_BACK))
 
 
-# A step's beginning and end: equal to no token.
+# A step's beginning and end, equal to no token.
 _EDGE = object()

@@ -1,8 +1,6 @@
-"""The interface of the programs by which co-execution and the audit are tested.
+"""The interface of the programs that test co-execution and the audit.
 
-In: a seed. Out: steps that train, and the state that they leave.
-
-Plain torch on a CPU, a few milliseconds per step. A program is independent of what runs or observes it.
+A program trains in plain torch on a CPU, a few milliseconds per step, and does not depend on what runs or observes it.
 """
 
 import enum
@@ -17,27 +15,27 @@ import torch
 class Feature(enum.Enum):
     """A property of a program that the audit must find."""
 
-    BATCH = "each step's data lie in new memory"
-    FROM_PYTHON = "a tensor is made of numbers that Python holds"
-    NUMBER = "a number that an operation takes is another one each step"
+    BATCH = "each step's data are in new memory"
+    FROM_PYTHON = "a tensor is made from Python numbers"
+    NUMBER = "a number that an operation takes changes each step"
     READ = "Python reads a tensor's value in mid-step"
     LIBRARY = "another library computes with a tensor's values in mid-step"
-    BRANCH = "operations come in some steps only"
+    BRANCH = "some steps have operations that others lack"
     LOOP = "a loop's count changes"
     IDENTITY = "the same operation takes another value"
     SHAPE = "sizes change from step to step"
-    DATA_SIZE = "the data say how large a result is"
-    GENERATOR = "random numbers of a generator of the program's"
-    RESEED = "the state of random numbers is set"
+    DATA_SIZE = "a result's size depends on data"
+    GENERATOR = "random numbers of the program's own generator"
+    RESEED = "a random state is set"
     CARRIED = "tensors are carried from step to step in Python's containers"
     SCHEDULE = "the learning rate changes"
 
 
 class Program:
-    """`step(i)` trains step i, counted from 0, and returns its loss; steps are to be called in order, each once.
+    """`step(i)` trains step i, counted from 0, and returns its loss. Call each step once, in order.
 
-    A subclass fills `modules`, `optimizers`, `tensors` and `generators` with what its steps change. `log` has what its
-    steps did besides torch, in order.
+    A subclass fills `modules`, `optimizers`, `tensors` and `generators` with the state that its steps change. `log`
+    records in order what its steps did besides torch.
     """
 
     name: ClassVar[str]
@@ -83,7 +81,7 @@ class Program:
 
 
 def _word(word: object) -> str:
-    # Every bit of it.
+    # With all bits.
     return word.hex() if isinstance(word, float) else str(word)
 
 

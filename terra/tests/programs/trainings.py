@@ -1,4 +1,4 @@
-"""Programs that train, each with something that is hard to record as a graph or to run beside Python."""
+"""Programs that train, each with something that is hard to record as a graph or to run in parallel with Python."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from tests.programs.program import Feature, Program
 
 
 class DCGAN(Program):
-    """DCGAN: a generator from noise and its judge, an Adam each, the judge's losses cut off from the generator."""
+    """DCGAN: a generator and a judge with an Adam each; the judge's losses do not reach the generator."""
 
     name = "DCGAN"
     features = (Feature.BATCH, Feature.NUMBER, Feature.READ)
@@ -141,7 +141,7 @@ class Randoms(Program):
 
 
 class Branches(Program):
-    """Values decide what comes: branches, loops of changing count, one in the other, and an early way out."""
+    """Branches, nested loops of changing count, and an early exit, all decided by values."""
 
     name = "branches"
     features = (Feature.READ, Feature.BRANCH, Feature.LOOP, Feature.BATCH, Feature.NUMBER, Feature.IDENTITY)
@@ -153,7 +153,7 @@ class Branches(Program):
         self.tensors, self.optimizers = {"weight": self.weight, "gate": self.gate}, {"sgd": self.optimizer}
 
     def settle(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Until it is small, five times at most."""
+        """Shrink the values until they are small, at most five times."""
         for turn in range(5):
             size = hidden.detach().abs().max().item()
             self.note("turn", turn, size)
@@ -186,7 +186,7 @@ class Branches(Program):
 
 
 class Clipped(torch.autograd.Function):
-    """Rounds; the gradient passes where the value was small. Two results, one without gradient."""
+    """Rounds; the gradient passes where the value was small. The second of two results has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, limit: float, log: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +204,7 @@ class Clipped(torch.autograd.Function):
 
 
 class AddedInPlace(torch.autograd.Function):
-    """Writes into what it is given."""
+    """Writes into its input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ class AddedInPlace(torch.autograd.Function):
 
 
 class Recomputing(torch.autograd.Function):
-    """Keeps its input alone and runs a forward with autograd inside of its backward."""
+    """Keeps only its input, and runs a forward with autograd inside of its backward."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class Recomputing(torch.autograd.Function):
 
 
 class Functions(Program):
-    """Autograd Functions of its own: what they save, what they change in place, what Python does in their backward."""
+    """Custom autograd Functions: what they save, change in place, and run as Python in their backward."""
 
     name = "functions"
     features = (Feature.BATCH, Feature.NUMBER)
@@ -281,7 +281,7 @@ class Hooks(Program):
         return gradient * self.factor
 
     def at_once(self, parameter: torch.Tensor) -> None:
-        """Updates it in the backward and lets its gradient go."""
+        """Update the parameter in the backward, and release its gradient."""
         self.note("at once", parameter.grad.abs().sum().item())
         with torch.no_grad():
             parameter.sub_(parameter.grad, alpha=0.1)
@@ -305,7 +305,7 @@ class Hooks(Program):
         if i % 2:
             handles.pop().remove()
         output = self.net(hidden)
-        output.grad_fn.register_hook(lambda inputs, got: self.note("node", len(got)))
+        output.grad_fn.register_hook(lambda inputs, gradients: self.note("node", len(gradients)))
         output.retain_grad()
         loss = output.square().mean() + inner.mean()
         loss.backward()
@@ -316,7 +316,7 @@ class Hooks(Program):
 
 
 class Accumulation(Program):
-    """A changing number of micro-batches, clipped gradients, a skipped step, a rate that follows the loss."""
+    """A changing number of micro-batches, clipped gradients, a skipped step, and a rate that follows the loss."""
 
     name = "accumulation"
     features = (Feature.SCHEDULE, Feature.LOOP, Feature.BRANCH, Feature.READ, Feature.BATCH, Feature.NUMBER)
@@ -339,13 +339,13 @@ class Accumulation(Program):
             total = total + loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.net[0].parameters(), 0.4, error_if_nonfinite=True)
         torch.nn.utils.clip_grad_value_(self.net[2].parameters(), 0.1)
-        # As where a loss scale was too large.
+        # As after a loss scale that was too large.
         if norm.item() > 1.0:
-            self.note("left out", norm.item())
+            self.note("skipped", norm.item())
         else:
             self.first.step()
         self.last.step()
-        # The first keeps what it did not use.
+        # The first optimizer's gradients accumulate if they were not used.
         self.last.zero_grad()
         if i % 2:
             self.first.zero_grad(set_to_none=False)
@@ -373,7 +373,7 @@ class Autocast(Program):
         if i % 4 == 3:
             inputs = inputs * 1e30
         with torch.autocast("cpu", torch.bfloat16):
-            # Twice the same weight: the second time its copy is taken from autocast's own store.
+            # Uses a weight twice: the second time, its copy comes from autocast's cache.
             hidden = self.net[1](self.net[0](self.net[0](inputs)).relu())
             with torch.autocast("cpu", enabled=False):
                 hidden = self.net[2](hidden.float())
@@ -409,7 +409,7 @@ class NumpyMemory(Program):
         self.buffer[:] = self.array(i, 4, 5)
         hidden = self.fed @ self.weight
         total = self.fed.sum(0)
-        # What was fed has been used by now, as far as Python can tell.
+        # As far as Python can tell, the fed values have been used by now.
         self.buffer[:] = -1
         self.buffer[0] = self.array(i + 1000, 5)
         hidden = hidden + self.fed * 0.1
@@ -418,7 +418,7 @@ class NumpyMemory(Program):
         scale = torch.tensor([float(values[0, 0]), 1.0 / (i + 1)])
         loss = (hidden * scale[1] + torch.from_numpy(values)).square().mean() + scale[0] * total.mean()
         self.optimizer.zero_grad()
-        # It is saved for the backward, so what comes to lie here now would be wrong: a copy is fed.
+        # Feed a copy, because the backward saves it and the memory is overwritten.
         copied = torch.tensor(self.buffer)
         (loss + (copied * hidden).mean()).backward()
         self.buffer += 1
@@ -429,7 +429,7 @@ class NumpyMemory(Program):
 
 
 class Identity(Program):
-    """The same line takes another tensor each time, and nothing else tells the steps' operations apart."""
+    """The same line takes another tensor in each step, and nothing else distinguishes the steps' operations."""
 
     name = "identity"
     features = (Feature.IDENTITY, Feature.CARRIED, Feature.BATCH)
@@ -449,10 +449,10 @@ class Identity(Program):
         inputs = torch.from_numpy(self.array(i, 3, 4))
         first, second, third = (self.weights[(i + place) % 3] for place in range(3))
         x, y = inputs @ first, inputs @ second + third[0]
-        first_value = (x if i % 2 else y) + 1
-        two = (y if i % 2 else x) * 2
-        # Python's containers say which one comes where.
-        values = {"a": first_value.sin(), "b": two.cos(), "c": (inputs @ third).tanh()}
+        sum_value = (x if i % 2 else y) + 1
+        product_value = (y if i % 2 else x) * 2
+        # Python's containers determine the order.
+        values = {"a": sum_value.sin(), "b": product_value.cos(), "c": (inputs @ third).tanh()}
         order = sorted(values, key=lambda key: (ord(key) * (i + 1)) % 5)
         total = values[order[0]] - values[order[1]] * values[order[2]]
         loss = total.square().mean() + sum(weight.square().mean() for weight in self.weights) * 0.01
@@ -460,7 +460,7 @@ class Identity(Program):
         loss.backward()
         self.optimizer.step()
         with torch.no_grad():
-            # They change places, and names with them.
+            # They swap places and names.
             self.averages[0].lerp_(self.weights[i % 3], 0.5)
             self.averages.reverse()
         self.note(*order)
@@ -499,7 +499,7 @@ class Containers(Program):
         return {**super().state(), **{name: tensor.detach().clone() for name, tensor in carried.items()}}
 
     def step(self, i: int) -> torch.Tensor:
-        # Through two steps: the graph of the one before is gone through again at every other step.
+        # Every other step runs a backward through the previous step's graph again.
         hidden = self.memory.hidden.detach() if i % 2 == 0 else self.memory.hidden
         self.replayed.append(torch.from_numpy(self.array(i, 3, 4)))
         losses = []
@@ -592,11 +592,11 @@ class Masks(Program):
         hidden = hidden.index_put((places[:, 0], places[:, 1]), torch.tensor(0.5), accumulate=True)
         self.note("sizes", len(positive), places.tolist(), kinds.numpy().tolist())
         self.note(
-            "said", repr(hidden[0].detach()), f"{hidden[0, 0]:.5f}", int(self.counts[0]), bool((hidden > 2).any())
+            "printed", repr(hidden[0].detach()), f"{hidden[0, 0]:.5f}", int(self.counts[0]), bool((hidden > 2).any())
         )
-        kept = pickle.loads(pickle.dumps(hidden.detach()[0])), copy.deepcopy(places)
+        copies = pickle.loads(pickle.dumps(hidden.detach()[0])), copy.deepcopy(places)
         repeated = torch.repeat_interleave(hidden[0, :4], self.counts.clamp(max=3))
-        loss = positive.square().sum() * 0.1 + hidden.square().mean() + repeated.sum() * 0.01 + kept[0].sum() * 0
+        loss = positive.square().sum() * 0.1 + hidden.square().mean() + repeated.sum() * 0.01 + copies[0].sum() * 0
         if len(places) % 2:
             loss = loss + torch.masked_select(hidden, hidden > 0.5).sum() * 0.01
         if self.weight.abs().max() in torch.tensor([9.0]) or 3 in kinds:
@@ -657,7 +657,7 @@ class Recompute(Program):
         self.modules, self.optimizers = {"net": self.net}, {"adam": self.optimizer}
 
     def noisy(self, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-        # Comes twice a step.
+        # Called twice per step.
         self.note("noisy", scale)
         return self.net[1](hidden) + torch.randn_like(hidden) * scale
 
@@ -665,7 +665,7 @@ class Recompute(Program):
         hidden = torch.from_numpy(self.array(i, 3, 6)).requires_grad_()
         hidden = checkpoint(self.net[0], hidden, use_reentrant=False)
         hidden = checkpoint(self.noisy, hidden, 0.1 / (i + 1), use_reentrant=True)
-        # Draws other numbers the second time.
+        # Draws other numbers in the recomputation.
         hidden = checkpoint(nn.functional.dropout, hidden, 0.2, use_reentrant=False, preserve_rng_state=False)
         hidden = checkpoint_sequential(self.net[2:], 2, hidden, use_reentrant=False)
         loss = (hidden - 0.5).square().mean()

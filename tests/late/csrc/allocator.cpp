@@ -19,7 +19,7 @@ constexpr size_t kSmallBuffer = 2 << 20;
 constexpr size_t kMinLargeAlloc = 10 << 20;
 constexpr size_t kLargeBuffer = 20 << 20;
 constexpr size_t kRoundLarge = 2 << 20;
-// What nobody has written is NaN in every floating type.
+// Memory that was never written is NaN in every floating type.
 constexpr int kNeverWritten = 0xFF;
 
 size_t rounded(size_t nbytes) { return nbytes < kMinBlockSize ? kMinBlockSize : (nbytes + kMinBlockSize - 1) / kMinBlockSize * kMinBlockSize; }
@@ -58,8 +58,8 @@ static int registered = [] {
   return 0;
 }();
 
-bool CachingAllocator::Less::operator()(const Block* one, const Block* other) const {
-  return std::tie(one->graph, one->stream, one->size, one->address) < std::tie(other->graph, other->stream, other->size, other->address);
+bool CachingAllocator::Less::operator()(const Block* left, const Block* right) const {
+  return std::tie(left->graph, left->stream, left->size, left->address) < std::tie(right->graph, right->stream, right->size, right->address);
 }
 
 void CachingAllocator::count(int device, int64_t allocated, int64_t requested, int64_t reserved, int64_t segments) {
@@ -78,7 +78,7 @@ void CachingAllocator::count(int device, int64_t allocated, int64_t requested, i
 void CachingAllocator::reset(size_t capacity) {
   for (int device = 0; device < kMaxDevices; ++device) {
     Guard guard(mutex());
-    // Of a capture that came to no end.
+    // Blocks of a capture that never ended.
     for (Block* block : std::exchange(deferred_[device], {})) {
       block->used_on.clear();
       put_back(block);
@@ -114,7 +114,7 @@ void CachingAllocator::unreserve(int device, size_t nbytes) {
 }
 
 void CachingAllocator::give_to_driver(int device, void* address, size_t nbytes) {
-  // cudaFree waits for the device too.
+  // cudaFree waits for the device, too.
   Machine::get().wait_device(device);
   unreserve(device, nbytes);
   std::free(address);
@@ -122,11 +122,11 @@ void CachingAllocator::give_to_driver(int device, void* address, size_t nbytes) 
 
 Block* CachingAllocator::find(int device, int stream, bool small, size_t size, int graph) {
   Guard guard(mutex());
-  // Events may not be asked for in a capture.
-  if (!Machine::get().captures(device)) give_back_what_is_over(device);
+  // Events may not be queried in a capture.
+  if (!Machine::get().captures(device)) reclaim_finished(device);
   Pool& pool = free_[device][small];
-  Block wanted{device, stream, small, nullptr, size, graph};
-  auto best = pool.lower_bound(&wanted);
+  Block key{device, stream, small, nullptr, size, graph};
+  auto best = pool.lower_bound(&key);
   if (best == pool.end() || (*best)->stream != stream || (*best)->graph != graph) return nullptr;
   Block* block = *best;
   pool.erase(best);
@@ -137,7 +137,7 @@ Block* CachingAllocator::new_segment(int device, int stream, bool small, size_t 
   size_t whole = segment_size(size);
   void* address = take_from_driver(device, whole);
   if (!address && !Machine::get().captures(device)) {
-    // As torch does on out of memory: what is cached and unused goes back, then once more.
+    // As torch does when out of memory: release cached, unused memory and try once more.
     wait_for_used(device);
     release_segments(device);
     address = take_from_driver(device, whole);
@@ -154,10 +154,10 @@ Block* CachingAllocator::new_segment(int device, int stream, bool small, size_t 
 void CachingAllocator::split(Block* block, size_t size) {
   if (!worth_splitting(*block, size)) return;
   auto rest = std::make_unique<Block>(Block{block->device, block->stream, block->small, block->address + size, block->size - size, block->graph});
-  rest->before = block;
-  rest->behind = block->behind;
-  if (rest->behind) rest->behind->before = rest.get();
-  block->behind = rest.get();
+  rest->previous = block;
+  rest->next = block->next;
+  if (rest->next) rest->next->previous = rest.get();
+  block->next = rest.get();
   block->size = size;
   pool_of(*rest).insert(rest.get());
   blocks_[rest->address] = std::move(rest);
@@ -165,12 +165,12 @@ void CachingAllocator::split(Block* block, size_t size) {
 
 at::DataPtr CachingAllocator::allocate(size_t nbytes) {
   int device = current_device();
-  c10::Device where(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
-  if (!nbytes) return {nullptr, nullptr, &free_block, where};
+  c10::Device result_device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
+  if (!nbytes) return {nullptr, nullptr, &free_block, result_device};
   size_t size = rounded(nbytes);
   bool small = size <= kSmallSize;
   int stream = current_stream(device);
-  // Memory of a capture is of its own pool: CUDACachingAllocator.cpp, beginAllocateToPool.
+  // A capture allocates from its own pool: CUDACachingAllocator.cpp, beginAllocateToPool.
   Graph* capturing = Machine::get().captures(device, stream);
   int graph = capturing ? capturing->number : 0;
   Block* block = find(device, stream, small, size, graph);
@@ -180,7 +180,7 @@ at::DataPtr CachingAllocator::allocate(size_t nbytes) {
   block->allocated = true;
   block->requested = nbytes;
   count(device, static_cast<int64_t>(block->size), static_cast<int64_t>(nbytes), 0, 0);
-  return {block->address, block->address, &free_block, where};
+  return {block->address, block->address, &free_block, result_device};
 }
 
 c10::DeleterFnPtr CachingAllocator::raw_deleter() const { return &free_block; }
@@ -192,21 +192,21 @@ void CachingAllocator::copy_data(void* to, const void* from, size_t nbytes) cons
 
 void CachingAllocator::free(void* address) {
   Guard guard(mutex());
-  auto found = blocks_.find(address);
-  if (found == blocks_.end()) return;
-  Block* block = found->second.get();
+  auto entry = blocks_.find(address);
+  if (entry == blocks_.end()) return;
+  Block* block = entry->second.get();
   block->allocated = false;
   count(block->device, -static_cast<int64_t>(block->size), -static_cast<int64_t>(block->requested), 0, 0);
   if (block->used_on.empty()) {
     put_back(block);
     return;
   }
-  // needs_events_deferred_until_no_capture of torch's.
+  // torch's needs_events_deferred_until_no_capture.
   if (Machine::get().captures(block->device)) {
     deferred_[block->device].push_back(block);
     return;
   }
-  // insert_events of torch's: it is free once those streams have come as far as they have been given work by now.
+  // torch's insert_events: the block is free once those streams have finished the work that they have now.
   for (int stream : block->used_on) block->until.push_back(Machine::get().mark(block->device, stream, "end of use of freed memory"));
   block->used_on.clear();
   waiting_[block->device].push_back(block);
@@ -222,32 +222,32 @@ void CachingAllocator::ended_capture(int device) {
 }
 
 void CachingAllocator::put_back(Block* block) {
-  for (Block* neighbour : {block->before, block->behind})
+  for (Block* neighbour : {block->previous, block->next})
     if (neighbour && !neighbour->allocated && neighbour->until.empty() && neighbour->used_on.empty()) merge(block, neighbour);
   pool_of(*block).insert(block);
 }
 
 void CachingAllocator::merge(Block* block, Block* neighbour) {
   pool_of(*neighbour).erase(neighbour);
-  const void* gone = neighbour->address;
-  if (neighbour == block->before) {
-    // The earlier address is the whole's: its entry takes this block over.
-    block->before = neighbour->before;
-    if (block->before) block->before->behind = block;
+  const void* old_address = neighbour->address;
+  if (neighbour == block->previous) {
+    // The merged block has the earlier address, so its entry takes this block over.
+    block->previous = neighbour->previous;
+    if (block->previous) block->previous->next = block;
     auto own = std::move(blocks_.at(block->address));
     blocks_.erase(block->address);
     block->address = neighbour->address;
     block->size += neighbour->size;
-    blocks_[gone] = std::move(own);
+    blocks_[old_address] = std::move(own);
     return;
   }
-  block->behind = neighbour->behind;
-  if (block->behind) block->behind->before = block;
+  block->next = neighbour->next;
+  if (block->next) block->next->previous = block;
   block->size += neighbour->size;
-  blocks_.erase(gone);
+  blocks_.erase(old_address);
 }
 
-void CachingAllocator::give_back_what_is_over(int device) {
+void CachingAllocator::reclaim_finished(int device) {
   auto& waiting = waiting_[device];
   for (size_t i = 0; i < waiting.size();) {
     bool over = true;
@@ -271,7 +271,7 @@ void CachingAllocator::wait_for_used(int device) {
   }
   for (auto& ending : endings) Machine::get().wait(ending);
   Guard guard(mutex());
-  give_back_what_is_over(device);
+  reclaim_finished(device);
 }
 
 void CachingAllocator::release_segments(int device) {
@@ -280,8 +280,8 @@ void CachingAllocator::release_segments(int device) {
     {
       Guard guard(mutex());
       for (Block* block : pool)
-        // A graph's memory stays its own.
-        if (!block->before && !block->behind && !Machine::get().has_graph(block->graph)) whole.push_back(block);
+        // A graph's memory stays reserved for it.
+        if (!block->previous && !block->next && !Machine::get().has_graph(block->graph)) whole.push_back(block);
       for (Block* block : whole) pool.erase(block);
     }
     for (Block* block : whole) {
@@ -302,16 +302,16 @@ void CachingAllocator::emptyCache(c10::MempoolId_t) {
 
 void CachingAllocator::recordStream(const c10::DataPtr& pointer, c10::Stream stream) {
   Guard guard(mutex());
-  auto found = blocks_.find(pointer.get());
+  auto entry = blocks_.find(pointer.get());
   // "the stream that it was allocated on needs no event": recordStream of CUDACachingAllocator.cpp.
-  if (found != blocks_.end() && found->second->stream != stream.id()) found->second->used_on.insert(static_cast<int>(stream.id()));
+  if (entry != blocks_.end() && entry->second->stream != stream.id()) entry->second->used_on.insert(static_cast<int>(stream.id()));
 }
 
 int CachingAllocator::device_of(const void* address) {
   Guard guard(mutex());
-  auto found = blocks_.upper_bound(address);
-  if (found == blocks_.begin()) return -1;
-  Block& block = *(--found)->second;
+  auto entry = blocks_.upper_bound(address);
+  if (entry == blocks_.begin()) return -1;
+  Block& block = *(--entry)->second;
   return address < block.address + block.size ? block.device : -1;
 }
 
@@ -323,16 +323,16 @@ c10::CachingDeviceAllocator::DeviceStats CachingAllocator::getDeviceStats(c10::D
 void CachingAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
   Guard guard(mutex());
   auto& stats = stats_.at(device);
-  for (auto* each : {&stats.allocation, &stats.segment, &stats.active, &stats.allocated_bytes, &stats.reserved_bytes, &stats.requested_bytes})
-    for (auto& stat : *each) stat.reset_accumulated();
+  for (auto* stat_array : {&stats.allocation, &stats.segment, &stats.active, &stats.allocated_bytes, &stats.reserved_bytes, &stats.requested_bytes})
+    for (auto& stat : *stat_array) stat.reset_accumulated();
   stats.num_device_alloc = stats.num_device_free = 0;
 }
 
 void CachingAllocator::resetPeakStats(c10::DeviceIndex device) {
   Guard guard(mutex());
   auto& stats = stats_.at(device);
-  for (auto* each : {&stats.allocation, &stats.segment, &stats.active, &stats.allocated_bytes, &stats.reserved_bytes, &stats.requested_bytes})
-    for (auto& stat : *each) stat.reset_peak();
+  for (auto* stat_array : {&stats.allocation, &stats.segment, &stats.active, &stats.allocated_bytes, &stats.reserved_bytes, &stats.requested_bytes})
+    for (auto& stat : *stat_array) stat.reset_peak();
 }
 
 std::pair<size_t, size_t> CachingAllocator::getMemoryInfo(c10::DeviceIndex device) {

@@ -1,7 +1,7 @@
-// Late devices' memory: a caching allocator with a pool a stream, whose rules and numbers are those of torch's for CUDA.
+// Late devices' memory: a caching allocator with one pool per stream, with the rules and sizes of torch's for CUDA.
 //
-// What is freed is given out again at once to whoever allocates on the same stream, whatever is still under way in it; to another
-// stream never. c10/cuda/CUDACachingAllocator.cpp: "Once allocated to a stream, blocks are associated with it".
+// Freed memory is reused at once by the next allocation on the same stream, whatever still runs there, but never by another stream.
+// c10/cuda/CUDACachingAllocator.cpp: "Once allocated to a stream, blocks are associated with it".
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -23,13 +23,13 @@ struct Block {
   bool small;
   char* address;
   size_t size;
-  int graph = 0;  // Whose private pool it is of; 0 for none.
+  int graph = 0;  // The graph of its private pool; 0 for none.
   size_t requested = 0;
   bool allocated = false;
   // Neighbours in the same segment.
-  Block* before = nullptr;
-  Block* behind = nullptr;
-  // Other streams on which it is used (record_stream), and, once it is freed, their places at that moment.
+  Block* previous = nullptr;
+  Block* next = nullptr;
+  // Other streams that use it (record_stream), and, once it is freed, their positions at that moment.
   std::set<int> used_on;
   std::vector<Ending> until;
 };
@@ -38,22 +38,22 @@ class CachingAllocator final : public c10::DeviceAllocator {
  public:
   static CachingAllocator& get();
 
-  // Give every device so much memory, and forget what was counted.
+  // Give every device this capacity, and reset the statistics.
   void reset(size_t capacity);
-  // From now on every device has so much, as where others have the rest.
+  // From now on, every device has this capacity, as if others used the rest.
   void limit(size_t capacity) { capacity_ = capacity; }
   size_t capacity() const { return capacity_; }
 
-  // What others take of a device's memory, beside what is cached: false where there is not so much.
+  // Memory of a device that is used outside of the cache; false if there is not enough.
   bool reserve(int device, size_t nbytes);
   void unreserve(int device, size_t nbytes);
 
   void free(void* address);
-  // What was freed in the capture and used on other streams may be given out again, in its pool.
+  // Blocks that were freed in the capture and used on other streams may be reused in its pool.
   void ended_capture(int device);
   // Bytes in the segments of a graph's private pool.
   size_t pool_bytes(int graph) const { return pool_bytes_.count(graph) ? pool_bytes_.at(graph) : 0; }
-  // Whose memory an address is: the device, or -1.
+  // The device whose memory an address is in, or -1.
   int device_of(const void* address);
 
   // c10::Allocator
@@ -73,7 +73,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void* take_from_driver(int device, size_t nbytes);
   void give_to_driver(int device, void* address, size_t nbytes);
   struct Less {
-    bool operator()(const Block* one, const Block* other) const;
+    bool operator()(const Block* left, const Block* right) const;
   };
   using Pool = std::set<Block*, Less>;
 
@@ -83,7 +83,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void split(Block* block, size_t size);
   void put_back(Block* block);
   void merge(Block* block, Block* neighbour);
-  void give_back_what_is_over(int device);
+  void reclaim_finished(int device);
   void wait_for_used(int device);
   void release_segments(int device);
   void count(int device, int64_t allocated, int64_t requested, int64_t reserved, int64_t segments);

@@ -1,5 +1,5 @@
-// Which device, and of each device which stream, is a thread's current one. As in CUDA, every thread has its own and begins with the
-// first device and the default streams (c10/cuda/CUDAStream.cpp, current_streams).
+// A thread's current device, and its current stream of each device. As in CUDA, every thread has its own, and begins with the first
+// device and the default streams (c10/cuda/CUDAStream.cpp, current_streams).
 #pragma once
 
 namespace late {

@@ -35,7 +35,7 @@ struct Part {
 
 std::map<std::string, Channel> channels;
 std::map<std::string, std::vector<Part>> meetings;
-// By communicator and rank, how many collectives it has begun.
+// The number of collectives begun, by communicator and rank.
 std::map<std::pair<std::string, int>, long> begun;
 std::set<std::string> aborted;
 
@@ -43,7 +43,7 @@ bool belongs(const std::string& name, const std::string& communicator) {
   return name.rfind(communicator + ":", 0) == 0 || name.rfind(communicator + "#", 0) == 0;
 }
 
-// What begins in a communicator that was aborted ends at once.
+// Kernels that begin in an aborted communicator end at once.
 bool is_aborted(const std::string& name) {
   return std::any_of(aborted.begin(), aborted.end(), [&](auto& communicator) { return belongs(name, communicator); });
 }
@@ -67,8 +67,8 @@ void meet(Channel& channel) {
   }
 }
 
-// From the last rank down. NCCL promises no order; this is the one in which gloo's ring adds what is one number, such as a norm, so that
-// one run can be laid beside one on CPUs bit by bit.
+// From the last rank down. NCCL promises no order; this is the order of gloo's ring for a single number, such as a norm, so that a run
+// can be compared bit by bit with one on CPUs.
 template <typename T>
 void reduce_as(const std::vector<Contribution>& parts, std::vector<char>& result) {
   size_t count = result.size() / sizeof(T);
@@ -101,7 +101,7 @@ std::vector<char> reduced(const std::vector<Contribution>& parts) {
 }
 
 void finish_meeting(std::vector<Part>& parts) {
-  std::sort(parts.begin(), parts.end(), [](auto& one, auto& other) { return one.contribution.rank < other.contribution.rank; });
+  std::sort(parts.begin(), parts.end(), [](auto& left, auto& right) { return left.contribution.rank < right.contribution.rank; });
   double time = 0;
   std::vector<Contribution> contributions;
   for (auto& part : parts) {
@@ -195,13 +195,13 @@ void abort(const std::string& communicator) {
         for (auto& end : *ends) Machine::get().finish(end.kernel->end, 0);
         ends->clear();
       }
-  for (auto found = meetings.begin(); found != meetings.end();) {
-    if (!belongs(found->first, communicator)) {
-      ++found;
+  for (auto meeting = meetings.begin(); meeting != meetings.end();) {
+    if (!belongs(meeting->first, communicator)) {
+      ++meeting;
       continue;
     }
-    for (auto& part : found->second) Machine::get().finish(part.kernel->end, 0);
-    found = meetings.erase(found);
+    for (auto& part : meeting->second) Machine::get().finish(part.kernel->end, 0);
+    meeting = meetings.erase(meeting);
   }
 }
 

@@ -1,4 +1,4 @@
-// What torch asks of a device to switch devices and streams, and to record and wait for events.
+// torch's interface for switching devices and streams, and for recording and waiting for events.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
@@ -52,7 +52,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     set_current_stream(stream.device_index(), static_cast<int>(stream.id()));
     return before;
   }
-  // The runtime's calls take streams by address, and 0 is the default one: so the number itself will do.
+  // The runtime's calls take streams by address, and 0 is the default stream, so the number itself serves as the handle.
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {

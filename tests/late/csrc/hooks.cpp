@@ -1,4 +1,4 @@
-// What torch asks of an accelerator as a whole: how many devices, whose memory, and storages that change their size.
+// torch's interface to an accelerator: number of devices, owners of memory, and resizable storages.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -33,25 +33,25 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(CachingAllocator::get().device_of(address))};
   }
 
-  // As resize_bytes_cuda does (aten/src/ATen/native/cuda/Resize.cpp): new memory of the current stream's pool, the old copied on it.
+  // As resize_bytes_cuda (aten/src/ATen/native/cuda/Resize.cpp): new memory of the current stream's pool, with a copy on that stream.
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
-    auto* known = storage.unsafeGetStorageImpl();
+    auto* impl = storage.unsafeGetStorageImpl();
     if (!nbytes) {
-      known->set_data_ptr_noswap(at::DataPtr(nullptr, known->device()));
-      known->set_nbytes(0);
+      impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
+      impl->set_nbytes(0);
       return;
     }
-    c10::DeviceIndex before = exchangeDevice(known->device().index());
+    c10::DeviceIndex before = exchangeDevice(impl->device().index());
     at::DataPtr fresh = CachingAllocator::get().allocate(nbytes);
-    size_t kept = std::min(nbytes, known->nbytes());
-    if (kept) {
+    size_t num_copied = std::min(nbytes, impl->nbytes());
+    if (num_copied) {
       Operation copy;
-      copy.label = "copy of what is resized";
-      copy.run = [to = fresh.get(), from = known->data(), kept] { std::memcpy(to, from, kept); };
+      copy.label = "copy of a resized storage";
+      copy.run = [to = fresh.get(), from = impl->data(), num_copied] { std::memcpy(to, from, num_copied); };
       Machine::get().issue(current_device(), current_stream(current_device()), std::move(copy));
     }
-    known->set_data_ptr_noswap(std::move(fresh));
-    known->set_nbytes(nbytes);
+    impl->set_data_ptr_noswap(std::move(fresh));
+    impl->set_nbytes(nbytes);
     set_current_device(before);
   }
 };

@@ -17,7 +17,7 @@
 namespace late {
 namespace {
 
-// Nobody may keep Python's lock while another host goes on.
+// No host may hold Python's lock while another one runs.
 class WithoutPython {
  public:
   WithoutPython() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -29,10 +29,10 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
-// Whose own thread this is.
+// The host of this thread.
 thread_local int own = -1;
 
-// Before anybody says that nobody can go on: so often it is asked again, and so long in between.
+// How often a wait checks again, and how long it sleeps in between, before it reports a deadlock.
 constexpr int kAskedAgain = 20;
 constexpr auto kBetween = std::chrono::milliseconds(10);
 
@@ -57,7 +57,7 @@ int Hosts::acts_for() const {
   if (host < 0) {
     char name[16] = "";
     pthread_getname_np(pthread_self(), name, sizeof(name));
-    // Torch calls them so: device k's, and host k's device is k.
+    // Torch names its threads so; host k has device k.
     if (std::sscanf(name, "pt_autograd_%d", &host) != 1) return -1;
   }
   return host < static_cast<int>(hosts_.size()) && hosts_[host].here && !hosts_[host].gone ? host : -1;
@@ -73,7 +73,7 @@ void Hosts::enter(int host) {
   std::unique_lock<std::mutex> lock(mutex_);
   hosts_.at(host).here = true;
   bool all = true;
-  for (auto& each : hosts_) all &= each.here;
+  for (auto& host_state : hosts_) all &= host_state.here;
   if (all && turn_ < 0) {
     turn_ = static_cast<int>(Machine::get().order.draw(hosts_.size()));
     turned_.notify_all();
@@ -87,8 +87,8 @@ void Hosts::leave(int host) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (hosts_.empty()) return;
   hosts_.at(host).gone = true;
-  if (std::all_of(hosts_.begin(), hosts_.end(), [](auto& each) { return each.gone; })) turn_ = -1;
-  // The others' waits say themselves when nobody can go on.
+  if (std::all_of(hosts_.begin(), hosts_.end(), [](auto& host_state) { return host_state.gone; })) turn_ = -1;
+  // The waits of the other hosts report a deadlock.
   if (turn_ == host && !hand_over(lock)) {
     for (size_t other = 0; other < hosts_.size(); ++other)
       if (!hosts_[other].gone) turn_ = static_cast<int>(other);
@@ -113,7 +113,7 @@ bool Hosts::hand_over(std::unique_lock<std::mutex>& lock) {
 }
 
 void Hosts::wait_for_turn(std::unique_lock<std::mutex>& lock, int me) {
-  // A host that has left has no turn any more; its device's thread may still be putting its things away.
+  // A host that has left has no turn; its device's thread may still be cleaning up.
   turned_.wait(lock, [&] { return turn_ == me || !stuck_.empty() || acts_for() != me; });
   TORCH_CHECK(stuck_.empty(), stuck_);
 }
@@ -121,11 +121,11 @@ void Hosts::wait_for_turn(std::unique_lock<std::mutex>& lock, int me) {
 std::string Hosts::who_waits() const {
   std::string text;
   for (size_t host = 0; host < hosts_.size(); ++host) {
-    auto& each = hosts_[host];
+    auto& state = hosts_[host];
     text += "\n  host " + std::to_string(host) + ": ";
-    if (each.gone) text += "has left";
-    else if (each.waits.empty()) text += "goes on";
-    for (auto* wait : each.waits) text += (wait == each.waits.front() ? "" : "; ") + wait->what;
+    if (state.gone) text += "has left";
+    else if (state.waits.empty()) text += "goes on";
+    for (auto* wait : state.waits) text += (wait == state.waits.front() ? "" : "; ") + wait->what;
   }
   return text;
 }
@@ -136,7 +136,7 @@ void Hosts::wait_until(const Test& over, const Test& go_on, const std::string& w
   std::unique_lock<std::mutex> lock(mutex_);
   const int me = acts_for();
   if (me < 0 && turn_ >= 0) {
-    // A thread that collects garbage, say: it frees what an earlier run made, whoever's turn it is now.
+    // For example a garbage collector's thread, which frees memory of an earlier run during another host's turn.
     lock.unlock();
     return wait_alone(over, [] { return false; });
   }

@@ -1,12 +1,12 @@
-// The hosts of late devices: one thread a rank, of which one at a time goes on, whichever the seed says.
+// The hosts of late devices: one thread per rank, only one of which runs at a time, chosen by the seed.
 //
-// So a run with several ranks in one process repeats, and "everybody waits" is known and not guessed by a clock. A process with one host
-// needs none of this: it waits for its devices, or there is nobody to wait for. Nor does one of several processes, whose devices work by
-// themselves (wire.h): whether another one ever comes only a clock can say, and that is the watchdog's.
+// So a run with several ranks in one process is reproducible, and a deadlock is detected without a clock. A process with one host needs
+// none of this: it waits for its devices, and there is no other host. Nor do several processes, whose devices work by themselves
+// (wire.h): only a clock can tell whether another process will ever come, and that is the watchdog's task.
 //
-// A host is its own thread and its device's thread of autograd, and for a moment at the end of a backward both run. So a host may wait for
-// two things at once, and goes on once either is over; and what waits last may not say that nobody can go on before it has asked again for
-// a while: somebody may be running of whom nothing is known here.
+// A host consists of its own thread and its device's autograd thread, and at the end of a backward both run for a moment. So a host may
+// wait for two conditions at once, and continues when either holds; and the last one to wait must check again for a while before it
+// reports a deadlock, because a thread may be running that is unknown here.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -22,17 +22,17 @@ class Hosts {
 
   static Hosts& get();
 
-  // So many threads are about to call `enter`; none goes on before all have.
+  // Expect this many threads to call `enter`; none continues before all have.
   void expect(int number);
   void enter(int host);
   void leave(int host);
 
-  // Go on once `over` holds. Meanwhile the devices work (`go_on`, which says whether anything could), or another host does.
-  // Throws, in every host, where nobody can.
+  // Continue once `over` holds. Meanwhile the devices work (`go_on`, which returns whether anything could run), or another host does.
+  // Throws in every host if none can continue.
   void wait_until(const Test& over, const Test& go_on, const std::string& what);
-  // Who waited for what when nobody could go on; empty where that never was.
+  // What each host waited for in a deadlock; empty if there was none.
   const std::string& stuck() const { return stuck_; }
-  // Let another host go on, if the seed says so.
+  // Let another host run, if the seed says so.
   void perhaps_yield();
 
  private:
@@ -47,7 +47,7 @@ class Hosts {
 
     bool can_go_on() const;
   };
-  // The host that this thread acts for, or -1: nobody is expected, or it acts for none.
+  // The host that this thread acts for, or -1 if no hosts are expected or it acts for none.
   int acts_for() const;
   void wait_alone(const Test& over, const Test& go_on);
   bool hand_over(std::unique_lock<std::mutex>& lock);

@@ -1,4 +1,4 @@
-// Host memory whose pages are locked (cudaHostRegister): a device copies to and from it by itself, and the host does not wait.
+// Host memory with locked pages (cudaHostRegister), which a device copies to and from by itself while the host continues.
 #pragma once
 #include <map>
 #include <mutex>
@@ -25,10 +25,10 @@ class Locked {
   }
   bool has(const void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
-    auto found = ranges_.upper_bound(static_cast<const char*>(address));
-    if (found == ranges_.begin()) return false;
-    --found;
-    return static_cast<const char*>(address) < found->first + found->second;
+    auto range = ranges_.upper_bound(static_cast<const char*>(address));
+    if (range == ranges_.begin()) return false;
+    --range;
+    return static_cast<const char*>(address) < range->first + range->second;
   }
 
  private:

@@ -24,7 +24,7 @@ void Machine::reset(int devices, int connections) {
   connections_ = connections;
   for (int device = 0; device < kMaxDevices; ++device) {
     for (auto& [id, stream] : streams_[device]) {
-      // Whoever still has one of these moments need not wait for it.
+      // Waits for these moments end.
       for (auto& operation : stream.queue) operation.end->over = true;
       if (stream.running) stream.running->over = true;
     }
@@ -47,19 +47,19 @@ void Machine::end_all(Graph& graph) {
 
 void Machine::drop(int number) {
   Guard guard(mutex);
-  auto found = graphs_.find(number);
-  if (found == graphs_.end()) return;
-  end_all(*found->second);
-  graphs_.erase(found);
+  auto graph = graphs_.find(number);
+  if (graph == graphs_.end()) return;
+  end_all(*graph->second);
+  graphs_.erase(graph);
 }
 
 Stream& Machine::stream(int device, int id) {
-  auto [found, added] = streams_.at(device).try_emplace(id);
+  auto [entry, added] = streams_.at(device).try_emplace(id);
   if (added) {
-    found->second.device = device;
-    found->second.id = id;
+    entry->second.device = device;
+    entry->second.id = id;
   }
-  return found->second;
+  return entry->second;
 }
 
 int Machine::take_from_pool(int device, bool high_priority) {
@@ -107,14 +107,14 @@ Ending Machine::mark(int device, int id, const std::string& label) {
 }
 
 void Machine::block(int device, int id, const Ending& ending) {
-  // An event that was never recorded holds nobody up: cudaStreamWaitEvent, CUDA Runtime API.
+  // Waiting for an event that was never recorded does nothing: cudaStreamWaitEvent, CUDA Runtime API.
   if (!ending) return;
   join(ending, device, id);
   if (ending->device == device && ending->stream == id) return;
   Operation operation;
   operation.label = "wait for " + ending->label;
   operation.cost = 0;
-  operation.behind = {ending};
+  operation.after = {ending};
   issue(device, id, std::move(operation));
 }
 
@@ -161,8 +161,8 @@ void Machine::join(const Ending& ending, int device, int stream) {
   }
 }
 
-void Machine::refuse_captured(const Ending& ending, const std::string& what) const {
-  TORCH_CHECK(!ending || !ending->graph, "late: ", what, " what was captured (cudaErrorCapturedEvent): ", ending->label);
+void Machine::refuse_captured(const Ending& ending, const std::string& action) const {
+  TORCH_CHECK(!ending || !ending->graph, "late: ", action, " what was captured (cudaErrorCapturedEvent): ", ending->label);
 }
 
 int Machine::end_capture(int device) {
@@ -171,7 +171,7 @@ int Machine::end_capture(int device) {
   TORCH_CHECK(graph, "late: device ", device, " captures nothing");
   graph->open = false;
   auto& operations = graph->operations;
-  // From the end of the first stream back, along its streams and what they wait for.
+  // Walk back from the end of the first stream, along its streams and their waits.
   std::set<size_t> reached;
   std::vector<size_t> next;
   std::vector<long> before(operations.size(), -1);
@@ -187,7 +187,7 @@ int Machine::end_capture(int device) {
     next.pop_back();
     if (!reached.insert(place).second) continue;
     if (before[place] >= 0) next.push_back(static_cast<size_t>(before[place]));
-    for (auto& ending : operations[place].second.behind) next.push_back(ending->place);
+    for (auto& ending : operations[place].second.after) next.push_back(ending->place);
   }
   for (size_t place = 0; place < operations.size(); ++place) {
     auto& [stream, operation] = operations[place];
@@ -208,14 +208,14 @@ void Machine::replay(int number, int stream) {
   Ending start = mark(graph->device, stream, "replay");
   std::vector<Ending> ends;
   std::map<int, Ending> last;
-  for (auto& [captured, kept] : graph->operations) {
-    Operation operation = kept.again ? kept.again() : kept;
-    if (!kept.again) operation.end = std::make_shared<Moment>();
-    operation.behind.clear();
-    for (auto& ending : kept.behind) operation.behind.push_back(ends.at(ending->place));
-    // Branches of a graph are on no stream that anybody else has.
+  for (auto& [captured, original] : graph->operations) {
+    Operation operation = original.again ? original.again() : original;
+    if (!original.again) operation.end = std::make_shared<Moment>();
+    operation.after.clear();
+    for (auto& ending : original.after) operation.after.push_back(ends.at(ending->place));
+    // Branches of a graph are on streams of their own.
     int branch = kReplays + (captured == graph->origin ? 0 : captured);
-    if (!last.count(branch)) operation.behind.push_back(start);
+    if (!last.count(branch)) operation.after.push_back(start);
     ends.push_back(issue(graph->device, branch, std::move(operation)));
     last[branch] = ends.back();
   }
@@ -226,15 +226,15 @@ void Machine::finish(const Ending& ending, double time) {
   Guard guard(mutex);
   ending->over = true;
   ending->time = std::max(ending->time, time);
-  Stream& of = stream(ending->device, ending->stream);
-  of.clock = std::max(of.clock, ending->time);
-  if (of.running == ending) of.running = nullptr;
+  Stream& finished_stream = stream(ending->device, ending->stream);
+  finished_stream.clock = std::max(finished_stream.clock, ending->time);
+  if (finished_stream.running == ending) finished_stream.running = nullptr;
 }
 
 bool Machine::can_begin(const Stream& stream) const {
   if (stream.queue.empty() || (stream.running && !stream.running->over)) return false;
   if (auto* queue = hardware_queue(stream.device, stream.id); queue && queue->front() != stream.id) return false;
-  for (auto& ending : stream.queue.front().behind)
+  for (auto& ending : stream.queue.front().after)
     if (!ending->over) return false;
   return true;
 }
@@ -245,11 +245,11 @@ void Machine::begin_head(Stream& stream) {
   if (auto* queue = hardware_queue(stream.device, stream.id)) queue->pop_front();
   ++progress;
   double start = stream.clock;
-  for (auto& ending : operation.behind) start = std::max(start, ending->time);
+  for (auto& ending : operation.after) start = std::max(start, ending->time);
   stream.clock = start + operation.cost;
   operation.end->time = stream.clock;
   if (operation.joint) stream.running = operation.end;
-  // May finish others, and itself.
+  // May finish others and itself.
   if (operation.run) operation.run();
   if (!operation.joint) operation.end->over = true;
 }
@@ -278,19 +278,19 @@ bool Machine::step_alone() {
   }
 }
 
-bool Machine::step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked) {
-  if (ending->over || !asked.insert({ending->device, ending->stream}).second) return false;
-  Stream& of = stream(ending->device, ending->stream);
-  if (can_begin(of)) {
-    begin_head(of);
+bool Machine::step_towards(const Ending& ending, std::set<std::pair<int, int>>& visited) {
+  if (ending->over || !visited.insert({ending->device, ending->stream}).second) return false;
+  Stream& target = stream(ending->device, ending->stream);
+  if (can_begin(target)) {
+    begin_head(target);
     return true;
   }
-  if (of.queue.empty()) return false;
-  for (auto& other : of.queue.front().behind)
-    if (step_towards(other, asked)) return true;
-  if (auto* queue = hardware_queue(of.device, of.id); queue && queue->front() != of.id) {
-    Stream& ahead = stream(of.device, queue->front());
-    if (!ahead.queue.empty() && step_towards(ahead.queue.front().end, asked)) return true;
+  if (target.queue.empty()) return false;
+  for (auto& other : target.queue.front().after)
+    if (step_towards(other, visited)) return true;
+  if (auto* queue = hardware_queue(target.device, target.id); queue && queue->front() != target.id) {
+    Stream& ahead = stream(target.device, queue->front());
+    if (!ahead.queue.empty() && step_towards(ahead.queue.front().end, visited)) return true;
   }
   return false;
 }
@@ -305,9 +305,9 @@ void Machine::wait_all(const std::vector<Ending>& endings, const std::string& wh
   auto go_on = [&] {
     Guard guard(mutex);
     if (order.as_late()) {
-      std::set<std::pair<int, int>> asked;
+      std::set<std::pair<int, int>> visited;
       for (auto& ending : endings)
-        if (step_towards(ending, asked)) return true;
+        if (step_towards(ending, visited)) return true;
     }
     return step();
   };
@@ -358,12 +358,12 @@ std::string Machine::blocked_by(const Stream& stream) const {
   if (stream.running && !stream.running->over) return stream.running->label + " has begun and waits for the other end";
   if (stream.queue.empty()) return "";
   auto& head = stream.queue.front();
-  for (auto& ending : head.behind)
+  for (auto& ending : head.after)
     if (!ending->over)
       return head.label + " waits for " + ending->label + " on stream " + std::to_string(ending->stream) + " of device " +
              std::to_string(ending->device);
   if (auto* queue = hardware_queue(stream.device, stream.id); queue && queue->front() != stream.id)
-    return head.label + " stands in a hardware queue behind stream " + std::to_string(queue->front());
+    return head.label + " is in a hardware queue behind stream " + std::to_string(queue->front());
   return head.label + " can begin";
 }
 

@@ -1,4 +1,4 @@
-// What Python says to late devices. Tensors never pass here: they go by torch's own ways.
+// Python's interface to late devices. Tensors do not pass here, but through torch.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -28,8 +28,8 @@ void reset(int devices, int connections, size_t capacity, bool allocation_synchr
   Machine::get().allocation_synchronizes = allocation_synchronizes;
   Machine::get().lending_synchronizes = lending_synchronizes;
   Machine::get().launch_blocks = launch_blocks;
-  // A training of this process that left another one's memory open has spoiled the next. On an H200 (CUDA 13.0) the next mapping failed with
-  // cudaErrorAlreadyMapped, and where the next training opened nothing, a kernel did.
+  // A training that leaves another process's memory open spoils the next one in the process. On an H200 (CUDA 13.0), the next mapping failed
+  // with cudaErrorAlreadyMapped, and without another mapping, a kernel did.
   if (auto left = late::holding().opened; left && late::works_by_itself())
     Machine::get().failed = "late: resource already mapped: this process left " + std::to_string(left) + " mappings of other processes' memory open";
 }
@@ -50,7 +50,7 @@ late::Ending collective(int device, int stream, const std::string& communicator,
   return late::collective(device, stream, {communicator, rank, size, kind, root, dtype, from, to, nbytes}, label);
 }
 
-// The same between processes: whose end the other one is, whether this one sends, address and bytes.
+// The same between processes: the peer, whether this rank sends, address and bytes.
 using Wired = std::tuple<int, bool, uintptr_t, size_t>;
 
 late::Ending wired_exchange(int device, int stream, const std::string& communicator, const std::vector<Wired>& ends, const std::string& label,
@@ -81,7 +81,7 @@ void order(const std::string& kind, uint64_t seed, int stream, double eagerness)
   Machine::get().order.set(kind, seed, stream, eagerness);
 }
 
-// A stream has something to do that takes so long.
+// Issue an operation with this duration.
 void work(int device, int stream, double microseconds) {
   late::Operation operation;
   operation.label = "work";
@@ -89,7 +89,7 @@ void work(int device, int stream, double microseconds) {
   Machine::get().issue(device, stream, std::move(operation));
 }
 
-// A kernel that begins and does not end before it is let go.
+// Kernels that have begun, and end only when they are let go.
 std::map<int, late::Ending> held;
 
 void hold(int device, int stream) {
@@ -106,14 +106,14 @@ void wait_until(const std::function<bool()>& over, const std::string& what) {
     py::gil_scoped_acquire with_python;
     return over();
   };
-  // A host that waits for another one does not keep the devices from working.
+  // While a host waits for another one, the devices work.
   Hosts::get().wait_until(asks, [] { return Machine::get().step(); }, what);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  // Other threads run what is issued here, so nobody keeps Python's lock while it waits for theirs.
+  // Other threads run what is issued here, so Python's lock must be released during a wait.
   auto without = py::call_guard<py::gil_scoped_release>();
   m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"),
         py::arg("lending_synchronizes"), py::arg("launch_blocks"));
@@ -121,7 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("holding", [] {
     auto holding = late::holding();
-    return std::pair{holding.made, holding.opened};
+    return std::pair{holding.allocated, holding.opened};
   });
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });

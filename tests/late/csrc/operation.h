@@ -1,4 +1,4 @@
-// One thing that a device was given to do, and the moment at which it is over.
+// An operation of a device, and the moment at which it ends.
 #pragma once
 #include <functional>
 #include <memory>
@@ -7,14 +7,14 @@
 
 namespace late {
 
-// A place in a stream: over once the device has come past it. What an event of CUDA's holds when it was recorded.
+// A position in a stream, which is over once the device has passed it: what a CUDA event records.
 struct Moment {
   bool over = false;
-  double time = 0;  // In microseconds of the device, which pass only where it works.
+  double time = 0;  // In microseconds of the device, which pass only while it works.
   int device = -1;
   int stream = -1;
   std::string label;
-  // What was captured: in which graph, and the how many-th of its operations. Numbers of graphs begin with 1.
+  // For captured operations: the graph, counted from 1, and the operation's place in it.
   int graph = 0;
   size_t place = 0;
 };
@@ -22,13 +22,13 @@ using Ending = std::shared_ptr<Moment>;
 
 struct Operation {
   std::string label;
-  std::function<void()> run;     // What it does to memory. Raw addresses only: nobody keeps tensors for it.
-  std::vector<Ending> behind;    // What other streams have to reach first (cudaStreamWaitEvent).
+  std::function<void()> run;     // What it does to memory. Raw addresses only, because nothing keeps tensors alive for it.
+  std::vector<Ending> after;     // What other streams have to reach first (cudaStreamWaitEvent).
   double cost = 1;               // In microseconds of the device.
-  bool copies = false;           // One of a copy engine's.
-  bool joint = false;            // It has begun when `run` has, and is over when whoever it needs says so.
+  bool copies = false;           // Whether a copy engine runs it.
+  bool joint = false;            // Whether it continues after `run`, until its peers have begun, too.
   Ending end = std::make_shared<Moment>();
-  // Of what others take part in: the same once more, for a graph that is replayed.
+  // Makes a joint operation once more, for a graph that is replayed.
   std::function<Operation()> again;
 };
 

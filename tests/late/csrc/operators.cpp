@@ -1,7 +1,7 @@
-// Operations of torch on late devices: shapes now, from the meta kernels; the work later, by the CPU kernels, on raw addresses.
+// Operators of torch on late devices: shapes are computed at once by the meta kernels, values later by the CPU kernels on raw addresses.
 //
-// An operation without a meta kernel, or with a result whose size depends on values, waits for its stream and runs at once, as
-// torch.nonzero does on CUDA ("forced"). What draws random numbers draws them when it is issued, see `draw_now`.
+// An operator without a meta kernel, or with a result whose size depends on values, waits for its stream and runs at once, as
+// torch.nonzero does on CUDA ("forced"). Random numbers are drawn when an operator is issued, see `draw_now`.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -33,7 +33,7 @@ using c10::IValue;
 
 c10::Device here() { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(current_device())}; }
 
-// The same memory, kept alive by nobody: what a kernel has of its arguments.
+// A tensor on the same memory that does not keep it alive: a kernel's view of an argument.
 at::Tensor raw(const at::Tensor& tensor) {
   auto options = tensor.options().device(at::kCPU);
   if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
@@ -41,14 +41,14 @@ at::Tensor raw(const at::Tensor& tensor) {
   return with_number(at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options), tensor);
 }
 
-// What a deferred kernel reads of a host's tensor is what stood there when it was issued.
-at::Tensor for_kernel(const at::Tensor& tensor) { return ours(tensor) ? raw(tensor) : with_number(tensor.clone(), tensor); }
+// A deferred kernel reads a host's tensor as it was when the kernel was issued.
+at::Tensor kernel_argument(const at::Tensor& tensor) { return ours(tensor) ? raw(tensor) : with_number(tensor.clone(), tensor); }
 
 at::Tensor like(const at::Tensor& shape) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(here()));
 }
 
-// Which argument a result is, for one that an operator writes into; -1 for a new one.
+// The index of the argument that a result aliases; -1 for a new tensor.
 int argument_of(const c10::FunctionSchema& schema, size_t result) {
   auto* alias = schema.returns()[result].alias_info();
   if (!alias) return -1;
@@ -59,7 +59,7 @@ int argument_of(const c10::FunctionSchema& schema, size_t result) {
   TORCH_CHECK(false, "late: a view that is not made by as_strided: ", schema.operator_name());
 }
 
-// out= tensors take the size of the result, as resize_output does.
+// out= tensors take the size of the result, as in resize_output.
 void resize_outputs(const c10::FunctionSchema& schema, const Values& arguments, const Values& shapes) {
   for (size_t i = 0; i < shapes.size(); ++i) {
     auto* alias = schema.arguments()[i].alias_info();
@@ -69,16 +69,16 @@ void resize_outputs(const c10::FunctionSchema& schema, const Values& arguments, 
   }
 }
 
-// New memory for a result on the host or a shape, and beside it what the kernel writes.
+// New tensors for results of given shapes, each with the tensor that the kernel writes into.
 using Pairs = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 IValue allocated(const IValue& shape, Pairs& pairs) {
-  auto one = [&](const at::Tensor& tensor) {
-    auto made = like(tensor);
-    pairs.emplace_back(raw(made), at::Tensor());
-    return made;
+  auto allocate = [&](const at::Tensor& tensor) {
+    auto tensor_on_device = like(tensor);
+    pairs.emplace_back(raw(tensor_on_device), at::Tensor());
+    return tensor_on_device;
   };
-  return changed(shape, one, here());
+  return changed(shape, allocate, here());
 }
 
 void gather(const IValue& value, std::vector<at::Tensor>& tensors) {
@@ -92,15 +92,15 @@ class BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below_;
 };
 
-// Run the CPU kernel and copy its new results where they belong.
+// Run the CPU kernel, and copy its new results to their destination.
 void compute(const c10::OperatorHandle& op, const Values& arguments, const std::vector<size_t>& fresh, const std::vector<at::Tensor>& into) {
   BelowAutograd below;
   torch::jit::Stack stack(arguments);
   op.callBoxed(&stack);
-  std::vector<at::Tensor> made;
-  for (size_t result : fresh) gather(stack[result], made);
-  TORCH_CHECK(made.size() == into.size(), "late: ", op.operator_name(), " made ", made.size(), " tensors, its shapes say ", into.size());
-  for (size_t i = 0; i < made.size(); ++i) const_cast<at::Tensor&>(into[i]).copy_(made[i]);
+  std::vector<at::Tensor> outputs;
+  for (size_t result : fresh) gather(stack[result], outputs);
+  TORCH_CHECK(outputs.size() == into.size(), "late: ", op.operator_name(), " outputs ", outputs.size(), " tensors, its shapes say ", into.size());
+  for (size_t i = 0; i < outputs.size(); ++i) const_cast<at::Tensor&>(into[i]).copy_(outputs[i]);
 }
 
 bool draws(const c10::OperatorHandle& op) {
@@ -109,18 +109,18 @@ bool draws(const c10::OperatorHandle& op) {
   return false;
 }
 
-// The argument that is filled with random numbers, where these depend on nothing but its shape: -1 where they do.
+// The argument that is filled with random numbers, if they depend on nothing but its shape; otherwise -1.
 int drawn_into(const c10::FunctionSchema& schema, const Values& arguments) {
-  int found = -1;
+  int filled = -1;
   for (size_t i = 0; i < arguments.size(); ++i) {
     std::vector<at::Tensor> tensors;
     gather(arguments[i], tensors);
     if (tensors.empty()) continue;
     auto* alias = schema.arguments()[i].alias_info();
-    if (found >= 0 || !alias || !alias->isWrite() || !arguments[i].isTensor()) return -1;
-    found = static_cast<int>(i);
+    if (filled >= 0 || !alias || !alias->isWrite() || !arguments[i].isTensor()) return -1;
+    filled = static_cast<int>(i);
   }
-  return found;
+  return filled;
 }
 
 Operation later(std::string label, std::function<void()> run) {
@@ -154,21 +154,21 @@ void forced(const c10::OperatorHandle& op, const Values& kernel, const std::vect
   for (size_t result : fresh) {
     Pairs pairs;
     results[result] = allocated(stack[result], pairs);
-    std::vector<at::Tensor> made;
-    gather(stack[result], made);
-    for (size_t i = 0; i < made.size(); ++i) pairs[i].first.copy_(made[i]);
+    std::vector<at::Tensor> outputs;
+    gather(stack[result], outputs);
+    for (size_t i = 0; i < outputs.size(); ++i) pairs[i].first.copy_(outputs[i]);
   }
 }
 
-// Whether a capture has to know the values of an operation's arguments to know the sizes of its results.
+// Whether the sizes of an operator's results depend on the values of its arguments.
 bool sizes_depend_on_values(const c10::OperatorHandle& op) {
   for (auto tag : op.getTags())
     if (tag == at::Tag::dynamic_output_shape || tag == at::Tag::data_dependent_output) return true;
   return false;
 }
 
-// The results of the CPU kernel for zeros of the same shapes: what a capture, in which nothing may run, has of an operation without a
-// meta kernel.
+// The results of the CPU kernel for zeros of the same shapes: in a capture, in which nothing may run, they give the shapes of an operator
+// without a meta kernel.
 Values results_for_zeros(const c10::OperatorHandle& op, const Values& arguments) {
   auto zeros = [](const at::Tensor& tensor) {
     return with_number(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU)).zero_(), tensor);
@@ -179,8 +179,8 @@ Values results_for_zeros(const c10::OperatorHandle& op, const Values& arguments)
   return stack;
 }
 
-// The numbers are drawn when this is issued, by the host's generator, and written when the device comes to it: as CUDA's, which are fixed
-// by the generator's state at the issue (CUDAGeneratorImpl::philox_cuda_state), they do not depend on when that is.
+// Draw the numbers now with the host's generator, and write them when the device gets there. As on CUDA, where the generator's state at
+// the issue fixes them (CUDAGeneratorImpl::philox_cuda_state), they do not depend on when that is.
 void draw_now(const c10::OperatorHandle& op, const Values& arguments, size_t filled) {
   auto into = arguments[filled].toTensor();
   auto numbers = at::empty_strided(into.sizes(), into.strides(), into.options().device(at::kCPU));
@@ -209,9 +209,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     stack->push_back(arguments[static_cast<size_t>(filled)]);
     return;
   }
-  auto known = draws(op) ? std::nullopt : shapes_of(op, arguments);
-  if (known) resize_outputs(schema, arguments, known->arguments);
-  Values kernel = all_changed(arguments, for_kernel, at::kCPU);
+  auto shapes_known = draws(op) ? std::nullopt : shapes_of(op, arguments);
+  if (shapes_known) resize_outputs(schema, arguments, shapes_known->arguments);
+  Values kernel = all_changed(arguments, kernel_argument, at::kCPU);
   Values results(schema.returns().size());
   std::vector<size_t> fresh;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -220,8 +220,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     else results[i] = arguments[static_cast<size_t>(argument)];
   }
   bool captured = Machine::get().captures(current_device(), current_stream(current_device()));
-  if (known || (captured && !sizes_depend_on_values(op))) {
-    auto shapes = known ? known->results : results_for_zeros(op, arguments);
+  if (shapes_known || (captured && !sizes_depend_on_values(op))) {
+    auto shapes = shapes_known ? shapes_known->results : results_for_zeros(op, arguments);
     Pairs pairs;
     for (size_t i : fresh) results[i] = allocated(shapes[i], pairs);
     std::vector<at::Tensor> into;
@@ -234,7 +234,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& result : results) stack->push_back(result);
 }
 
-// -- what has to be told for a device of its own ----------------------------------------------------------------------------------------
+// -- operators that a device has to implement itself -------------------------------------------------------------------------------------
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device> device,
                  std::optional<bool>, std::optional<c10::MemoryFormat> format) {
@@ -275,7 +275,7 @@ Operation copying(const at::Tensor& from, const at::Tensor& to, bool by_engine) 
 
 bool locked(const at::Tensor& tensor) { return Locked::get().has(tensor.const_data_ptr()); }
 
-// Between two devices both take part: copy_requires_temporaries and copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+// A copy between two devices occupies both: copy_requires_temporaries and copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
 void copy_across(const at::Tensor& from, const at::Tensor& to) {
   auto& machine = Machine::get();
   int source = from.device().index(), target = to.device().index();
@@ -284,8 +284,8 @@ void copy_across(const at::Tensor& from, const at::Tensor& to) {
   machine.block(target, current_stream(target), machine.mark(source, current_stream(source), "copy to another device"));
 }
 
-// A host that copies to or from pageable memory has waited for the copy when the call returns; from locked memory only where it is not
-// told to go on (CUDA Runtime API, API synchronization behavior).
+// A copy to or from pageable memory has ended when the call returns; one from locked memory only if it is not non-blocking (CUDA
+// Runtime API, API synchronization behavior).
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (!to.numel()) return to;
   c10::DeviceGuard guard(ours(from) ? from.device() : to.device());
@@ -326,15 +326,15 @@ at::Tensor& set_part(at::Tensor& tensor, at::Storage storage, int64_t offset, c1
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) { CachingAllocator::get().recordStream(tensor.storage().data_ptr(), stream); }
 
-// torch would take a fused kernel on devices (is_fused_kernel_acceptable of Dropout.cpp), of other roundings than those of a CPU.
+// torch would choose a fused kernel on devices (is_fused_kernel_acceptable of Dropout.cpp), which rounds differently from a CPU's.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   if (p == 0 || !train || !input.numel()) return input;
   if (p == 1) return input.mul(at::zeros({}, input.options()));
   return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
 }
 
-// A parameter may become one of another device in place, as between a CPU and CUDA (TensorImpl::has_compatible_shallow_copy_type, whose
-// list of devices leaves out those of others).
+// A parameter may become one of another device in place, as between a CPU and CUDA (TensorImpl::has_compatible_shallow_copy_type lists
+// only those devices).
 bool may_become(const at::Tensor& self, const at::Tensor& from) {
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }
@@ -360,7 +360,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_part);
   m.impl("record_stream", record_stream);
-  // Has a kernel of its own on a CPU and on CUDA, and elsewhere one made of others, of other roundings.
+  // CPUs and CUDA have their own kernel; elsewhere it is composed of others, which round differently.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -16,15 +16,15 @@ void Order::set(const std::string& kind, uint64_t seed, int stream, double eager
       {"compute last", Kind::kComputeLast},
       {"as late as can be", Kind::kAsLate},
   };
-  auto found = kinds.find(kind);
-  if (found == kinds.end()) throw std::invalid_argument("no order is called \"" + kind + "\"");
-  kind_ = found->second;
+  auto entry = kinds.find(kind);
+  if (entry == kinds.end()) throw std::invalid_argument("no order is called \"" + kind + "\"");
+  kind_ = entry->second;
   chance_.seed(seed);
   stream_ = stream;
   eagerness_ = eagerness;
 }
 
-bool Order::put_off(const Choice& choice) const {
+bool Order::is_delayed(const Choice& choice) const {
   switch (kind_) {
     case Kind::kStreamLast: return choice.stream % kReplays == stream_;
     case Kind::kCopiesLast: return choice.copies;
@@ -36,7 +36,7 @@ bool Order::put_off(const Choice& choice) const {
 size_t Order::choose(const std::vector<Choice>& choices) {
   std::vector<size_t> preferred;
   for (size_t i = 0; i < choices.size(); ++i)
-    if (!put_off(choices[i])) preferred.push_back(i);
+    if (!is_delayed(choices[i])) preferred.push_back(i);
   return preferred.empty() ? draw(choices.size()) : preferred[draw(preferred.size())];
 }
 

@@ -1,7 +1,7 @@
-// In which order a device does what nothing orders: drawn by a seed, or directed against somebody.
+// The order of operations that nothing orders: random by a seed, or directed to delay certain ones.
 //
-// CUDA promises order within a stream and behind events, and nothing else: "Operations in different streams may be interleaved and,
-// when possible, they can even run concurrently" (CUDA C++ Best Practices Guide, asynchronous transfers).
+// CUDA promises order only within a stream and after events: "Operations in different streams may be interleaved and, when possible, they
+// can even run concurrently" (CUDA C++ Best Practices Guide, asynchronous transfers).
 #pragma once
 #include <cstdint>
 #include <random>
@@ -22,20 +22,20 @@ class Order {
 
   void set(const std::string& kind, uint64_t seed, int stream, double eagerness);
 
-  // Which of these runs next. All of them may.
+  // Choose the operation that runs next. All of them may run.
   size_t choose(const std::vector<Choice>& choices);
 
-  // How many operations a device does while the host goes on, by chance: none with an eagerness of 0.
+  // A random number of operations that a device runs while the host continues: none with an eagerness of 0.
   int meanwhile();
 
-  // Nothing runs but what somebody waits for, and what that needs.
+  // Whether operations run only when they are waited for.
   bool as_late() const { return kind_ == Kind::kAsLate; }
 
-  // Any of so many, for others that draw.
+  // A random number below `number`.
   size_t draw(size_t number) { return chance_() % number; }
 
  private:
-  bool put_off(const Choice& choice) const;
+  bool is_delayed(const Choice& choice) const;
 
   Kind kind_ = Kind::kDrawn;
   int stream_ = -1;

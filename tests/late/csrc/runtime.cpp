@@ -1,6 +1,6 @@
-// The calls of CUDA's runtime that one-sided transports make, under CUDA's names, for late devices. Numbers are those of CUDA 13's headers
-// (driver_types.h). Memory of the driver's is shared memory, so that another process can open it by its handle. It ends with a number that
-// CUDA does not show: how often the memory is open. See runtime.h.
+// CUDA runtime calls that one-sided transports make, under CUDA's names, for late devices. Numbers are those of CUDA 13's headers
+// (driver_types.h). The driver's memory is shared memory, so that another process can open it by its handle. At its end is a counter
+// that CUDA does not show: how often the memory is open. See runtime.h.
 #include "runtime.h"
 
 #include <fcntl.h>
@@ -26,7 +26,7 @@ constexpr int kSuccess = 0, kInvalidValue = 1, kMemoryAllocation = 2, kInvalidDe
 constexpr int kVersion = 13000;
 constexpr int kNeverWritten = 0xFF;
 constexpr size_t kPageBytes = 4096;
-// What a copy engine moves in a microsecond of the device.
+// Bytes that a copy engine moves in one microsecond of the device.
 constexpr double kBytesPerMicrosecond = 25000;
 
 struct Handle {
@@ -47,7 +47,7 @@ struct Meaning {
 
 thread_local int last_error = kSuccess;
 std::mutex mutex;
-std::map<void*, Shared> made, opened;
+std::map<void*, Shared> allocated, opened;
 
 int result(int status) {
   if (status != kSuccess) last_error = status;
@@ -55,24 +55,24 @@ int result(int status) {
 }
 
 bool within(const std::map<void*, Shared>& ranges, const void* address) {
-  auto found = ranges.upper_bound(const_cast<void*>(address));
-  if (found == ranges.begin()) return false;
-  --found;
-  return static_cast<const char*>(address) < static_cast<char*>(found->first) + found->second.nbytes;
+  auto range = ranges.upper_bound(const_cast<void*>(address));
+  if (range == ranges.begin()) return false;
+  --range;
+  return static_cast<const char*>(address) < static_cast<char*>(range->first) + range->second.nbytes;
 }
 
-// Whether a device reaches it by itself.
+// Whether a device can access the address by itself.
 bool reachable(const void* address) {
   if (CachingAllocator::get().device_of(address) >= 0 || Locked::get().has(address)) return true;
   std::lock_guard<std::mutex> guard(mutex);
-  return within(made, address) || within(opened, address);
+  return within(allocated, address) || within(opened, address);
 }
 
 size_t whole_pages(size_t nbytes) { return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 size_t with_count(size_t nbytes) { return whole_pages(nbytes) + kPageBytes; }
 
-// In how many processes, or how often in one, the memory is open.
+// How often the memory is open in any process.
 std::atomic<int>& times_open(void* address, size_t nbytes) {
   return *reinterpret_cast<std::atomic<int>*>(static_cast<char*>(address) + whole_pages(nbytes));
 }
@@ -112,7 +112,7 @@ int copy_all(void* const* targets, const void* const* sources, const size_t* len
 
 Holding holding() {
   std::lock_guard<std::mutex> guard(mutex);
-  return {made.size(), opened.size()};
+  return {allocated.size(), opened.size()};
 }
 
 }  // namespace late
@@ -145,8 +145,8 @@ EXPORTED const char* cudaGetErrorName(int status) {
       {kIllegalState, "cudaErrorIllegalState"},
       {kCaptureUnsupported, "cudaErrorStreamCaptureUnsupported"},
   };
-  auto found = names.find(status);
-  return found == names.end() ? "cudaErrorUnknown" : found->second;
+  auto entry = names.find(status);
+  return entry == names.end() ? "cudaErrorUnknown" : entry->second;
 }
 
 EXPORTED int cudaGetDevice(int* device) {
@@ -177,7 +177,7 @@ EXPORTED int cudaMemGetInfo(size_t* free, size_t* total) {
   return kSuccess;
 }
 
-EXPORTED int cudaMalloc(void** found, size_t nbytes) {
+EXPORTED int cudaMalloc(void** result_address, size_t nbytes) {
   return guarded([=] {
     int device = current_device();
     // "potentially unsafe API calls", of which cudaMalloc is the guide's example: cudaStreamBeginCapture, CUDA Runtime API.
@@ -189,8 +189,8 @@ EXPORTED int cudaMalloc(void** found, size_t nbytes) {
     if (!address) return kMemoryAllocation;
     std::memset(address, kNeverWritten, nbytes);
     std::lock_guard<std::mutex> guard(mutex);
-    made[address] = {device, descriptor, nbytes};
-    *found = address;
+    allocated[address] = {device, descriptor, nbytes};
+    *result_address = address;
     return kSuccess;
   });
 }
@@ -198,13 +198,13 @@ EXPORTED int cudaMalloc(void** found, size_t nbytes) {
 EXPORTED int cudaFree(void* address) {
   return guarded([=] {
     std::unique_lock<std::mutex> guard(mutex);
-    auto found = made.find(address);
-    if (found == made.end()) return kInvalidValue;
-    Shared shared = found->second;
+    auto allocation = allocated.find(address);
+    if (allocation == allocated.end()) return kInvalidValue;
+    Shared shared = allocation->second;
     // "Calling cudaFree on an exported memory region before calling cudaIpcCloseMemHandle in the importing context will result in undefined
     // behavior": cudaIpcOpenMemHandle, CUDA Runtime API.
     if (times_open(address, shared.nbytes) > 0) return kIllegalState;
-    made.erase(found);
+    allocated.erase(allocation);
     guard.unlock();
     Machine::get().wait_device(shared.device);
     CachingAllocator::get().unreserve(shared.device, shared.nbytes);
@@ -216,15 +216,15 @@ EXPORTED int cudaFree(void* address) {
 
 EXPORTED int cudaIpcGetMemHandle(Handle* handle, void* address) {
   std::lock_guard<std::mutex> guard(mutex);
-  auto found = made.find(address);
-  if (found == made.end()) return result(kInvalidValue);
-  Meaning meaning{getpid(), found->second.descriptor, found->second.nbytes};
+  auto allocation = allocated.find(address);
+  if (allocation == allocated.end()) return result(kInvalidValue);
+  Meaning meaning{getpid(), allocation->second.descriptor, allocation->second.nbytes};
   std::memset(handle, 0, sizeof *handle);
   std::memcpy(handle->raw, &meaning, sizeof meaning);
   return kSuccess;
 }
 
-EXPORTED int cudaIpcOpenMemHandle(void** found, Handle handle, unsigned) {
+EXPORTED int cudaIpcOpenMemHandle(void** result_address, Handle handle, unsigned) {
   Meaning meaning;
   std::memcpy(&meaning, handle.raw, sizeof meaning);
   std::string path = "/proc/" + std::to_string(meaning.process) + "/fd/" + std::to_string(meaning.descriptor);
@@ -234,18 +234,18 @@ EXPORTED int cudaIpcOpenMemHandle(void** found, Handle handle, unsigned) {
   ++times_open(address, meaning.nbytes);
   std::lock_guard<std::mutex> guard(mutex);
   opened[address] = {current_device(), descriptor, meaning.nbytes};
-  *found = address;
+  *result_address = address;
   return kSuccess;
 }
 
 EXPORTED int cudaIpcCloseMemHandle(void* address) {
   std::lock_guard<std::mutex> guard(mutex);
-  auto found = opened.find(address);
-  if (found == opened.end()) return result(kInvalidValue);
-  --times_open(address, found->second.nbytes);
-  munmap(address, with_count(found->second.nbytes));
-  close(found->second.descriptor);
-  opened.erase(found);
+  auto mapping = opened.find(address);
+  if (mapping == opened.end()) return result(kInvalidValue);
+  --times_open(address, mapping->second.nbytes);
+  munmap(address, with_count(mapping->second.nbytes));
+  close(mapping->second.descriptor);
+  opened.erase(mapping);
   return kSuccess;
 }
 

@@ -13,12 +13,12 @@ namespace {
 using c10::IValue;
 
 at::Tensor shape_of(const at::Tensor& tensor) {
-  // A host's number stays one: kernels take it by value, and meta kernels want it so.
+  // A host's number stays a number: kernels take it by value, and meta kernels require it.
   if (!ours(tensor) && !tensor.dim()) return tensor;
   return with_number(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)), tensor);
 }
 
-// All that a call's shapes depend on, as bytes.
+// All inputs of a call that its shapes depend on, as bytes.
 class Key {
  public:
   template <class T>
@@ -40,7 +40,7 @@ class Key {
     add(number);
     if (number) text.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size());
   }
-  // False for what has no bytes of its own.
+  // Returns false for a value that cannot be turned into bytes.
   bool add_value(const IValue& value) {
     add(value.tagKind().size());
     text += value.tagKind();
@@ -55,8 +55,8 @@ class Key {
     if (value.isTensorList() || value.isOptionalTensorList() || value.isBoolList()) {
       auto list = value.toListRef();
       add(list.size());
-      for (const IValue& each : list)
-        if (!add_value(each)) return false;
+      for (const IValue& element : list)
+        if (!add_value(element)) return false;
       return true;
     }
     return false;
@@ -71,15 +71,15 @@ bool writes_out(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// Many meta kernels are Python (torch/_refs, torch/_meta_registrations.py), and a run asks the same over and over.
+// Many meta kernels are in Python (torch/_refs, torch/_meta_registrations.py), and a run repeats the same calls.
 std::mutex mutex;
-std::unordered_map<std::string, Shapes> known;
+std::unordered_map<std::string, Shapes> cache;
 
 }  // namespace
 
-at::Tensor with_number(at::Tensor made, const at::Tensor& of) {
-  if (of.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
+at::Tensor with_number(at::Tensor tensor, const at::Tensor& of) {
+  if (of.unsafeGetTensorImpl()->is_wrapped_number()) tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
 }
 
 IValue changed(const IValue& value, const Change& change, c10::Device device) {
@@ -100,22 +100,22 @@ IValue changed(const IValue& value, const Change& change, c10::Device device) {
 }
 
 Values all_changed(const Values& values, const Change& change, c10::Device device) {
-  Values made;
-  for (auto& value : values) made.push_back(changed(value, change, device));
-  return made;
+  Values results;
+  for (auto& value : values) results.push_back(changed(value, change, device));
+  return results;
 }
 
 std::optional<Shapes> shapes_of(const c10::OperatorHandle& op, const Values& arguments) {
   if (op.schema().arguments().empty() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return std::nullopt;
   Key key;
   key.text = toString(op.operator_name());
-  // Numbers that are whole become floating ones of the default kind.
+  // Integers may become floating-point numbers of the default type.
   key.add(c10::get_default_dtype_as_scalartype());
-  bool keeps = true;
-  for (size_t i = 0; keeps && i < arguments.size(); ++i) keeps = key.add_value(arguments[i]);
-  if (keeps) {
+  bool is_cacheable = true;
+  for (size_t i = 0; is_cacheable && i < arguments.size(); ++i) is_cacheable = key.add_value(arguments[i]);
+  if (is_cacheable) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (auto found = known.find(key.text); found != known.end()) return found->second;
+    if (auto entry = cache.find(key.text); entry != cache.end()) return entry->second;
   }
   Values shapes = all_changed(arguments, shape_of, at::kMeta);
   torch::jit::Stack stack(shapes);
@@ -124,12 +124,12 @@ std::optional<Shapes> shapes_of(const c10::OperatorHandle& op, const Values& arg
   } catch (const c10::Error&) {
     return std::nullopt;
   }
-  Shapes found{std::move(stack), writes_out(op.schema()) ? std::move(shapes) : Values()};
-  if (keeps) {
+  Shapes inferred{std::move(stack), writes_out(op.schema()) ? std::move(shapes) : Values()};
+  if (is_cacheable) {
     std::lock_guard<std::mutex> lock(mutex);
-    known.emplace(key.text, found);
+    cache.emplace(key.text, inferred);
   }
-  return found;
+  return inferred;
 }
 
 }  // namespace late

@@ -27,11 +27,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-// Addresses are cheap and pages are made when they are touched, so there may be more than anybody needs.
+// Addresses are cheap, and pages are made when they are touched, so this is generous.
 constexpr size_t kChannelBytes = size_t(64) << 20;
 constexpr size_t kNumEntries = 2048;
 constexpr size_t kAlignment = 64;
-// The host may take so long from one operation to the next without its device going on by itself.
+// If the host does nothing for this long, its devices work by themselves.
 constexpr auto kIdle = std::chrono::milliseconds(10);
 constexpr auto kLook = std::chrono::milliseconds(1);
 
@@ -43,7 +43,7 @@ struct Channel {
   } entries[kNumEntries];
 };
 
-// Of collectives the last two: whoever begins the one after them has ended the first, and so everybody has read it.
+// The last two collectives: a rank that begins the next one has ended the first of them, so all ranks have read it.
 struct Part {
   uint64_t number;
   int64_t nbytes;
@@ -85,7 +85,7 @@ struct Communicator {
   int rank = 0;
   int descriptor = -1;
   std::vector<Board> boards;
-  std::vector<size_t> used;  // Of each channel's memory.
+  std::vector<size_t> used;  // Bytes of each channel's memory.
   bool aborted = false;
 };
 
@@ -94,7 +94,7 @@ struct Kernel {
   Communicator* communicator;
   std::string label;
   std::vector<WiredMessage> receives;
-  std::vector<std::pair<int, uint64_t>> sent;  // To whom, and how many they have to have taken.
+  std::vector<std::pair<int, uint64_t>> sent;  // The receiver, and how many messages it has to have taken.
   std::shared_ptr<Contribution> contribution;
   uint64_t number = 0;
 };
@@ -147,7 +147,7 @@ void write(Kernel& kernel) {
   board.head().begun.store(kernel.number + 1, std::memory_order_release);
 }
 
-// Take what has come of the messages that a kernel receives, of each sender in order.
+// Receive the messages of a kernel that have arrived, in each sender's order.
 void take(Kernel& kernel) {
   auto& communicator = *kernel.communicator;
   std::vector<WiredMessage> left;
@@ -190,7 +190,7 @@ bool over(Kernel& kernel) {
   if (!kernel.receives.empty()) return false;
   auto& own = communicator.boards[communicator.rank];
   return std::all_of(kernel.sent.begin(), kernel.sent.end(),
-                     [&](auto& each) { return own.channel(each.first).taken.load(std::memory_order_acquire) >= each.second; });
+                     [&](auto& message) { return own.channel(message.first).taken.load(std::memory_order_acquire) >= message.second; });
 }
 
 Operation wired(const Kernel& kernel, const std::vector<WiredMessage>& sends) {
@@ -204,7 +204,7 @@ Operation wired(const Kernel& kernel, const std::vector<WiredMessage>& sends) {
     for (auto& message : sends) write(*shared, message);
     running.push_back(std::move(*shared));
   };
-  // What is captured does not run, and nobody watches a replay: ProcessGroupNCCL.cpp, "capture_status".
+  // A capture does not run, and replays are not watched: ProcessGroupNCCL.cpp, "capture_status".
   operation.again = [kernel, sends] { return wired(kernel, sends); };
   return operation;
 }
@@ -216,10 +216,10 @@ Ending begin(int device, int stream, Kernel kernel, std::vector<WiredMessage> se
   return Machine::get().issue(device, stream, std::move(operation));
 }
 
-Communicator& known(const std::string& name) {
-  auto found = communicators.find(name);
-  TORCH_CHECK(found != communicators.end(), "late: no communicator ", name);
-  return *found->second;
+Communicator& communicator_of(const std::string& name) {
+  auto entry = communicators.find(name);
+  TORCH_CHECK(entry != communicators.end(), "late: no communicator ", name);
+  return *entry->second;
 }
 
 // NCCL's watchdog ends a process whose operation takes too long: ProcessGroupNCCL.cpp, Watchdog::runLoop.
@@ -227,13 +227,13 @@ void watch(int rank) {
   std::string text;
   {
     std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
-    watched.remove_if([](auto& each) { return each.end->over; });
-    for (auto& each : watched) {
-      double passed = Seconds(Clock::now() - each.issued).count();
-      if (passed < each.timeout_s) continue;
-      text = "late: watchdog of rank " + std::to_string(rank) + ": " + each.end->label + " was issued " +
+    watched.remove_if([](auto& operation) { return operation.end->over; });
+    for (auto& operation : watched) {
+      double passed = Seconds(Clock::now() - operation.issued).count();
+      if (passed < operation.timeout_s) continue;
+      text = "late: watchdog of rank " + std::to_string(rank) + ": " + operation.end->label + " was issued " +
              std::to_string(static_cast<int>(passed)) + " s ago and has not ended, its time-out is " +
-             std::to_string(static_cast<int>(each.timeout_s)) + " s." + Machine::get().standing() + "\n";
+             std::to_string(static_cast<int>(operation.timeout_s)) + " s." + Machine::get().standing() + "\n";
       break;
     }
   }
@@ -264,7 +264,7 @@ Place make_board(const std::string& name, int rank, int size) {
 
 void map_board(const std::string& name, int other, Place place) {
   std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
-  auto& communicator = known(name);
+  auto& communicator = communicator_of(name);
   if (other == communicator.rank) return;
   std::string path = "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
   int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -276,7 +276,7 @@ void map_board(const std::string& name, int other, Place place) {
 Ending wired_exchange(int device, int stream, const std::string& name, const std::vector<WiredMessage>& messages, const std::string& label,
                       double timeout_s) {
   Kernel kernel;
-  kernel.communicator = &known(name);
+  kernel.communicator = &communicator_of(name);
   kernel.label = label;
   std::vector<WiredMessage> sends;
   for (auto& message : messages) (message.sends ? sends : kernel.receives).push_back(message);
@@ -285,7 +285,7 @@ Ending wired_exchange(int device, int stream, const std::string& name, const std
 
 Ending wired_collective(int device, int stream, const Contribution& contribution, const std::string& label, double timeout_s) {
   Kernel kernel;
-  kernel.communicator = &known(contribution.communicator);
+  kernel.communicator = &communicator_of(contribution.communicator);
   kernel.label = label;
   kernel.contribution = std::make_shared<Contribution>(contribution);
   return begin(device, stream, std::move(kernel), {}, timeout_s);
@@ -293,8 +293,8 @@ Ending wired_collective(int device, int stream, const Contribution& contribution
 
 void abort_wired(const std::string& name) {
   std::lock_guard<std::recursive_mutex> guard(Machine::get().mutex);
-  auto found = communicators.find(name);
-  if (found != communicators.end()) found->second->aborted = true;
+  auto entry = communicators.find(name);
+  if (entry != communicators.end()) entry->second->aborted = true;
 }
 
 bool poll_wires() {

@@ -1,6 +1,6 @@
 """Damage a text or a JSON value.
 
-In: a sound value and a random generator. Out: a value that may not be sound. Independent of formats.
+The input is valid, the result may not be. Independent of formats.
 """
 
 import copy
@@ -45,7 +45,7 @@ def damaged_json(text: str, rng: random.Random) -> str:
         if isinstance(holder, dict) and rng.randrange(7) == 6:
             del holder[key]
         else:
-            # A copy: the next change may be inside of it.
+            # Copy it, because the next change may be inside of it.
             holder[key] = copy.deepcopy(rng.choice(JUNK))
     return "".join(json.dumps(line) + "\n" for line in lines)
 

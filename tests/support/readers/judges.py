@@ -1,9 +1,9 @@
-"""Sound inputs of commands, and judges of what is read from damaged ones. In: text. Out: whether it was accepted, or Wrong.
+"""Valid inputs of commands, and checks of what is read from damaged ones: accepted, refused, or Wrong.
 
-Schedules: the judge reads a file in the simplest possible way, and checks the result slot by slot. Records and runs to
-compare: it reads a file once more by hand; accepted values must be numbers, and as many as the command reports.
-Profiles, models, clusters, launches and logs: if the meaning of a damaged file is open, it only checks that and how the
-command ends. No judge shares code with the readers.
+For schedules, the check reads a file in the simplest possible way, and checks the result slot by slot. For records and
+compared runs, it reads the file again by hand; accepted values must be numbers, as many as the command reports. For
+profiles, models, clusters, launches and logs, whose damaged content may have a meaning, it checks only that and how the
+command ends. No check shares code with the readers.
 """
 
 import json
@@ -63,7 +63,7 @@ def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
 def _judge_read(text: str, aligned: bool) -> None:
     schedule = read(text)
     if text_means(text) != [list(actions_of(row)) for row in schedule.ranks]:
-        raise Wrong("what was read is not what the file says")
+        raise Wrong("the result is not the file's content")
     if not is_sound(align(schedule) if aligned else schedule):
         raise Wrong("an unsound schedule was accepted")
 
@@ -204,16 +204,16 @@ def judge_config(path: Path, text: str, _: random.Random) -> bool:
     if config is None:
         return False
     sizes = set(GPT2 if config["model_type"] == "gpt2" else CONFIG) - set(NO_SIZES)
-    wrong = {
+    accepted_keys = {
         key
         for key in sizes & set(config)
         if config[key] is not None and (type(config[key]) is not int or config[key] < 1)
     }
-    wrong |= {key for key in FLAGS if not isinstance(config.get(key), bool | None)}
+    accepted_keys |= {key for key in FLAGS if not isinstance(config.get(key), bool | None)}
     if config.get("sliding_window"):
-        wrong |= set(config.get("layer_types") or ()) - set(KINDS)
-    if wrong:
-        raise Wrong(f"{wrong!r:.60} of {text:.600} was accepted")
+        accepted_keys |= set(config.get("layer_types") or ()) - set(KINDS)
+    if accepted_keys:
+        raise Wrong(f"{accepted_keys!r:.60} of {text:.600} was accepted")
     return True
 
 
@@ -224,12 +224,12 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
 
 
 def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
-    """An accepted factor follows from its seconds and is one that a cluster can have."""
+    """Check that an accepted factor follows from its seconds, and is one that a cluster can have."""
     document = _simulated(path, text, "--calibration", path)
     if document is None:
         return False
-    factor, wanted = document["factor"], document["measured_s"]
-    follows = not isinstance(factor, bool) and math.isclose(factor * document["predicted_s"], wanted, rel_tol=2e-3)
+    factor, measured_s = document["factor"], document["measured_s"]
+    follows = not isinstance(factor, bool) and math.isclose(factor * document["predicted_s"], measured_s, rel_tol=2e-3)
     if not follows or not 0.5 <= factor <= 2:
         raise Wrong(f"a factor of {factor} was accepted")
     return True
@@ -291,7 +291,7 @@ def judge_record(folder: Path, text: str, rng: random.Random) -> bool:
     finally:
         path.write_text(before)
     if (printed is None) != (shown is None):
-        raise Wrong("table and JSON do not agree on whether it is a record")
+        raise Wrong("table and JSON disagree on whether it is a record")
     if printed is None:
         return False
     judge_numbers("", json.loads(printed))
@@ -306,9 +306,9 @@ def judge_record(folder: Path, text: str, rng: random.Random) -> bool:
 
 def _judge_line(line: Any) -> None:
     if not isinstance(line, dict):
-        raise Wrong(f"{line!r:.60} was taken for a line of a record")
+        raise Wrong(f"{line!r:.60} was accepted as a line of a record")
     if line.get("format") == "bpipe-record" and line.get("run") != RUN_NAME:
-        raise Wrong("records of two runs were taken for one")
+        raise Wrong("records of two runs were accepted as one")
     program = line.get("program")
     named = {**line, **(program if isinstance(program, dict) else {})}
     wrong = {key for key in NUMBERS & set(named) if not (named[key] is None or is_number(named[key], 0, 1e41))}
@@ -334,7 +334,7 @@ LINE = (
 )
 
 
-# The values that a line of a run's report may hold under each key; under other keys are hexadecimal training values.
+# Types of the values in a line of a run's report by key; other keys have hexadecimal training values.
 REPORT_TYPES: dict[str, tuple[type, ...]] = {
     "iteration": (int,),
     "skipped": (int, type(None)),
@@ -367,10 +367,10 @@ def judge_report(path: Path, text: str, _: random.Random) -> bool:
     for line in text.splitlines():
         record = json.loads(line)
         for name, value in record.items():
-            wanted = REPORT_TYPES.get(name, (str, type(None)))
+            allowed_types = REPORT_TYPES.get(name, (str, type(None)))
             if (
                 isinstance(value, bool)
-                or not isinstance(value, wanted)
+                or not isinstance(value, allowed_types)
                 or (isinstance(value, str) and not re.search("0x|nan|inf", value))
             ):
                 raise Wrong(f"{name} {value!r:.60} was accepted")

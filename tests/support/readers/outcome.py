@@ -1,6 +1,4 @@
-"""Run the command on an input, and say whether it refused it as it should.
-
-In: its arguments. Out: what it printed, or None.
+"""Run a command on an input, and check that it accepts or refuses it properly.
 
 A reader fails if it ends in a traceback or refuses without naming the file; `judge_numbers` finds impossible numbers.
 """
@@ -26,7 +24,7 @@ SECONDS = ("elapsed_s", "iteration_s", "step_s", "pipeline_s", "exposed_s", "sec
 
 
 class Wrong(Exception):
-    """A reader accepted what it must not, or refused without a reason."""
+    """A reader accepted invalid input, or refused without a reason."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Reader:
     """A reader under test.
 
     Attributes:
-        texts: Sound inputs.
-        damage: Makes an input that may not be sound.
+        texts: Valid inputs.
+        damage: Makes an input that may be invalid.
         judge: Returns whether an input was accepted; raises Wrong.
     """
 
@@ -47,7 +45,7 @@ class Reader:
 def run_command(arguments: list[str]) -> tuple[int, str, str]:
     """Run the command in this process and return what it prints."""
     out, err = io.StringIO(), io.StringIO()
-    # Bytes are written to a buffer of their own.
+    # Bytes are written to a separate buffer.
     out.buffer = io.BytesIO()  # type: ignore[misc]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -58,11 +56,11 @@ def run_command(arguments: list[str]) -> tuple[int, str, str]:
 
 
 def outcome(arguments: list[str], path: Path | None) -> str | None:
-    """Return what the command printed, None if it refused. Raises Wrong for a refusal without a reason."""
+    """Return what the command printed, or None if it refused; raise Wrong for a refusal without a reason."""
     status, printed, error = run_command(arguments)
     steering = _STEERING.search(printed) or _STEERING.search(error)
     if steering is not None:
-        raise Wrong(f"{steering[0]!r} of the input is printed as it stands")
+        raise Wrong(f"{steering[0]!r} of the input is printed unchanged")
     if status == 0:
         return printed
     if status != 2 or "Traceback" in error or ": error: " not in error:
@@ -81,15 +79,12 @@ def judge_answer(arguments: list[str], path: Path | None = None, limit: float = 
 
 
 def is_number(value: Any, least: float, limit: float) -> bool:
-    """Whether the value is a number within the limits, and no boolean."""
+    """Whether the value is a number within the limits, and not a boolean."""
     return type(value) in (int, float) and least <= value <= limit
 
 
 def judge_numbers(name: str, value: Any, limit: float = 1e21) -> None:
-    """Check the numbers of a report: no seconds below 0, no share above 1, nothing infinite.
-
-    A prediction for absurd sizes may be absurd.
-    """
+    """Check a report's numbers: no seconds below 0, no share above 1. Absurd sizes may give absurd numbers."""
     inner = (
         value.items()
         if isinstance(value, dict)

@@ -72,8 +72,8 @@ CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is n
 
 
 def evictions(schedule: Schedule) -> set[tuple[int, int]]:
-    every = (action for row in schedule.ranks for slot in row for action in slot.transfers)
-    return {(action.stage, action.microbatch) for action in every if action.kind is Kind.EVICT}
+    transfers = (action for row in schedule.ranks for slot in row for action in slot.transfers)
+    return {(action.stage, action.microbatch) for action in transfers if action.kind is Kind.EVICT}
 
 
 def test_what_is_taken_waits_less_and_keeps_every_room() -> None:

@@ -337,13 +337,13 @@ def spans_of(schedule: Schedule, rank: int) -> Spans:
     return spans
 
 
-def moves(spans: Spans, away: Keys, kept: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
+def moves(spans: Spans, away: Keys, retained: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
     """Yield what a rank may load and evict during a slot. What its next slot needs has to come back now."""
     due = {key for key in away if spans[key][1] == slot + 1}
     may_leave = [
         key
         for key, (first, needed, _) in spans.items()
-        if first < slot < needed - 1 and key not in away and key not in kept
+        if first < slot < needed - 1 and key not in away and key not in retained
     ]
     for loaded in subsets(sorted(away)):
         if due <= loaded:
@@ -378,10 +378,10 @@ def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chun
 @pytest.mark.slow
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
     """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
-    every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
-    assert len(every) > 700
-    assert max(bound - least for bound, least in every) <= 1
-    assert sum(bound > least for bound, least in every) <= len(every) // 80
+    bounds = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
+    assert len(bounds) > 700
+    assert max(bound - least for bound, least in bounds) <= 1
+    assert sum(bound > least for bound, least in bounds) <= len(bounds) // 80
 
 
 @pytest.mark.parametrize(("seed", "bound"), [(54, 3), (61, 2), (110, 2), (248, 3), (263, 3)])

@@ -82,14 +82,14 @@ def _way(own: Sequence[int], chosen: Sequence[tuple[tuple[int, int], int] | None
 
 def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
     """Return each rank's ways that no other way dominates."""
-    kept = []
+    undominated = []
     for of_rank in ways:
         best: list[Way] = []
         for candidate in sorted(of_rank, key=lambda way: (way[0] + sum(way[1]) + way[2], way)):
             if not any(_as_good(better, candidate) for better in best):
                 best.append(candidate)
-        kept.append(best)
-    return kept
+        undominated.append(best)
+    return undominated
 
 
 def _as_good(first: Way, second: Way) -> bool:
@@ -134,7 +134,7 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
     plain = generate("1f1b", p, m)
     ways = best_of([every_way(plain, rank) for rank in range(p)])
     rng = random.Random(p * m)
-    kept = refused = several = only_in_turn = 0
+    num_kept = refused = several = only_in_turn = 0
     for number in range(num_rooms):
         sizes = [rng.randint(3, 12) for _ in range(p)]
         largest = max((p - rank) * size for rank, size in enumerate(sizes))
@@ -152,13 +152,13 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
             only_in_turn += fewest is not None
             continue
         check(pooled)
-        kept += 1
+        num_kept += 1
         several += any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
         assert moved(pooled, sizes) == fewest, f"micro-batches of {sizes} in rooms of {activation_budget}"
         assert all(sum(allocated_bytes(pooled, rank, memory_of(sizes))) <= activation_budget[rank] for rank in range(p))
-    assert min(kept, refused) > num_rooms // 10
+    assert min(num_kept, refused) > num_rooms // 10
     assert only_in_turn <= num_rooms // 50
-    print(f"p={p} m={m}: {kept} kept, {refused} refused, of which {only_in_turn} could be kept in turn")
+    print(f"p={p} m={m}: {num_kept} kept, {refused} refused, of which {only_in_turn} could be kept in turn")
     assert several
 
 
@@ -223,8 +223,8 @@ def test_one_sends_to_several_and_several_to_one() -> None:
 def test_who_is_on_the_same_node_comes_before_the_usual_partner() -> None:
     for nodes, host in ((None, "3"), ((0, 0, 1, 1), "1+3")):
         how = BalanceConfig((3, 4, 4, 4), hosts=POOL, nodes=nodes)
-        found = build(ScheduleConfig("1f1b", 4, 8, balance=how))
-        assert write_hosts(found.hosts or ()).split(",")[0] == host
+        schedule = build(ScheduleConfig("1f1b", 4, 8, balance=how))
+        assert write_hosts(schedule.hosts or ()).split(",")[0] == host
 
 
 def test_no_host_buffer_serves_two_ranks() -> None:
@@ -429,12 +429,12 @@ def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: in
         check(tiers)
         assert moved(tiers, sizes) == sum(fewest)
         assert all(sum(allocated_bytes(tiers, rank, memory_of(sizes))) <= activation_budget[rank] for rank in range(p))
-        kept = sum(sizes[rank] * len(in_own(tiers, rank)) for rank in range(p))
-        assert kept == fewest_kept(tiers, sizes, activation_budget), (
+        in_memory = sum(sizes[rank] * len(in_own(tiers, rank)) for rank in range(p))
+        assert in_memory == fewest_kept(tiers, sizes, activation_budget), (
             f"micro-batches of {sizes} in rooms of {activation_budget}"
         )
-        alone += kept == moved(tiers, sizes) > 0
-        mixed += 0 < kept < moved(tiers, sizes)
+        alone += in_memory == moved(tiers, sizes) > 0
+        mixed += 0 < in_memory < moved(tiers, sizes)
     print(f"p={p} m={m}: {refused} refused, {mixed} on devices and in memory, {alone} in memory only")
     assert min(refused, mixed, alone) > 0
 
@@ -478,9 +478,9 @@ def fewest_kept(schedule: Schedule, sizes: Sequence[int], activation_budget: Seq
     stays = [(rank, *_away(schedule, stay)) for rank in senders for stay in hosts_of(schedule, rank)]
     best = sum(sizes[rank] for rank, _, _ in stays)
     for chosen in product([None, *hosts], repeat=len(stays)):
-        kept = sum(sizes[rank] for (rank, _, _), host in zip(stays, chosen, strict=True) if host is None)
-        if kept < best and all(_taken(stays, chosen, host, sizes) <= spare[host] for host in hosts):
-            best = kept
+        unhosted_bytes = sum(sizes[rank] for (rank, _, _), host in zip(stays, chosen, strict=True) if host is None)
+        if unhosted_bytes < best and all(_taken(stays, chosen, host, sizes) <= spare[host] for host in hosts):
+            best = unhosted_bytes
     return best
 
 

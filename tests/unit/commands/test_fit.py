@@ -202,7 +202,7 @@ def one_flag_away(setup: Setup) -> Iterator[Setup]:
     choices: list[dict[str, Any]] = [
         *({"micro_batch": size} for size in (1, 2, 4, 8)),
         *({"recompute": text} for text in ("none", "selective", "full", *(f"full:block:{n}" for n in range(1, 8)))),
-        *({"vocabulary": one, "input_shards": both} for one in Vocabulary for both in (False, True)),
+        *({"vocabulary": vocabulary, "input_shards": both} for vocabulary in Vocabulary for both in (False, True)),
         *({"slices": number} for number in (2, 4, 8)),
         *({"balance": BalanceConfig(hosts=hosts)} for hosts in ARRANGEMENTS),
         {"switches": replace(switches, grad_reduce_in_bf16=True)},

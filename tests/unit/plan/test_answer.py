@@ -45,11 +45,11 @@ def test_the_first_is_taken_that_nothing_is_clearly_faster_than(
     prediction: Candidate, launch: float, stock: float, ours: float, taken: str, words: str
 ) -> None:
     seconds = {OURS: ours, LAUNCH: launch, STOCK: stock}
-    found = answer(choice(name, prediction, each) for name, each in seconds.items())
-    assert [row.name for row in found.choices] == [LAUNCH, STOCK, OURS]
-    assert answer_document(found)["take"] == taken
-    assert advice(found).startswith(words)
-    assert ("predictions cannot tell" in advice(found)) is any(each < seconds[taken] for each in seconds.values())
+    result = answer(choice(name, prediction, time) for name, time in seconds.items())
+    assert [row.name for row in result.choices] == [LAUNCH, STOCK, OURS]
+    assert answer_document(result)["take"] == taken
+    assert advice(result).startswith(words)
+    assert ("predictions cannot tell" in advice(result)) is any(time < seconds[taken] for time in seconds.values())
 
 
 def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: Candidate) -> None:
@@ -67,7 +67,7 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
     }
     experts = replace(SETUP, model=replace(PRESETS["llama3-8b"], num_layers=40, experts=Experts(8, 2, 14336)))
     calibrated = replace(SETUP, cluster=replace(SETUP.cluster, factor=1.1))
-    assert [one.error_bars for one in (SETUP, on["h100-80g"], on["b200-180g"], experts, calibrated)] == [
+    assert [setup.error_bars for setup in (SETUP, on["h100-80g"], on["b200-180g"], experts, calibrated)] == [
         AMPERE,
         HOPPER,
         BLACKWELL,
@@ -77,10 +77,10 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
     assert on["mi300x-192g"].error_bars is None
     choices = [replace(predict(on["mi300x-192g"]), name=STOCK)]
     assert "no measured run on" in accuracy(choices[0])
-    never = {name: is_never_calibrated(one.cluster) for name, one in on.items()}
+    never = {name: is_never_calibrated(setup.cluster) for name, setup in on.items()}
     assert never == {"h100-80g": False, "b200-180g": False, "mi300x-192g": True}
-    for name, one in on.items():
-        assert ("Never calibrated" in accuracy(predict(one))) is never[name]
-        assert any("never calibrated" in line for line in calibration_lines(one.cluster)) is never[name]
+    for name, setup in on.items():
+        assert ("Never calibrated" in accuracy(predict(setup))) is never[name]
+        assert any("never calibrated" in line for line in calibration_lines(setup.cluster)) is never[name]
     assert not is_never_calibrated(replace(on["b200-180g"].cluster, factor=1.1))
     assert answer_document(answer(choices))["choices"]["stock"]["range_s"] is None

@@ -24,14 +24,14 @@ SMALL = Space(
 
 @given(st.integers(0, 40), st.integers(1, 60))
 def test_the_fewest_that_are_enough(most: int, enough: int) -> None:
-    asked: list[int] = []
+    counts: list[int] = []
 
     def is_enough(count: int) -> bool:
-        asked.append(count)
+        counts.append(count)
         return count >= enough
 
     assert fewest_layers(most, is_enough) == (enough if enough <= most else None)
-    assert len(asked) <= 1 + most.bit_length()
+    assert len(counts) <= 1 + most.bit_length()
 
 
 @pytest.mark.parametrize("schedules", [("1f1b",), ("interleaved-1f1b", "grouped-interleaved"), ("zb-h1", "chimera")])
@@ -39,17 +39,17 @@ def test_the_fewest_that_are_enough(most: int, enough: int) -> None:
 def test_a_search_finds_what_trying_every_number_finds(schedules: tuple[str, ...], balances: tuple[str, ...]) -> None:
     assert set(schedules) < set(SEARCHED)
     space = replace(SMALL, schedules=schedules, balances=balances)
-    every = replace(space, recompute=("none", "full", *(f"full:block:{number}" for number in range(1, 17))))
-    chosen, tried = search(space, num_rows=3), search(every, num_rows=3)
+    full_space = replace(space, recompute=("none", "full", *(f"full:block:{number}" for number in range(1, 17))))
+    chosen, tried = search(space, num_rows=3), search(full_space, num_rows=3)
     assert chosen.rows[0].iteration_s == tried.rows[0].iteration_s
-    assert all(found.fits for found in chosen.rows)
+    assert all(row.fits for row in chosen.rows)
     assert chosen.num_fitting <= tried.num_fitting, "of each configuration one"
 
 
 def test_one_layer_fewer_would_not_fit() -> None:
     """Where something is recomputed, and not all: and with nothing recomputed it is too much."""
-    found = search(SMALL, num_rows=30).rows
-    blocks = [row.setup for row in found if row.setup.recomputed.method == "block"]
+    rows = search(SMALL, num_rows=30).rows
+    blocks = [row.setup for row in rows if row.setup.recomputed.method == "block"]
     assert blocks
     for setup in blocks:
         number = setup.recomputed.num_layers

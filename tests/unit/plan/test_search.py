@@ -71,12 +71,12 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
 @pytest.mark.slow
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
     """Without the lower bound: predict all that fits."""
-    fitting = [one for setup in enumerate_setups(UNFUSED) if (one := as_it_fits(setup)) is not None]
+    fitting = [fitted for setup in enumerate_setups(UNFUSED) if (fitted := as_it_fits(setup)) is not None]
     unbalanced = {key(setup) for setup in fitting if setup.balance is None}
-    wanted = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
-    quick = sorted(wanted, key=lambda setup: lower_bound_s(setup))[:40]
+    candidates = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
+    quick = sorted(candidates, key=lambda setup: lower_bound_s(setup))[:40]
     times = sorted(predict(setup).timing.iteration_s for setup in quick)
-    assert [found.iteration_s for found in outcome.rows] == pytest.approx(times[:10])
+    assert [row.iteration_s for row in outcome.rows] == pytest.approx(times[:10])
     assert outcome.num_simulated < 30
 
 
@@ -84,11 +84,11 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     """Its rows are the fastest of what searches of each kind find, each with its flag."""
     space = replace(UNFUSED, schedules=("1f1b",), pipelines=(1, 2, 4, 8, 16), max_micro_batch=2)
     kinds = [(PAIR,), (HOST,)]
-    each = [found for hosts in kinds for found in search(replace(space, hosts=hosts), num_rows=6).rows]
-    merged = {found.setup: found.iteration_s for found in each}
+    rows = [row for hosts in kinds for row in search(replace(space, hosts=hosts), num_rows=6).rows]
+    merged = {row.setup: row.iteration_s for row in rows}
     both = search(replace(space, hosts=(PAIR, HOST)), num_rows=6)
-    assert [found.iteration_s for found in both.rows] == sorted(merged.values())[:6]
-    setups = [found.setup for found in both.rows]
+    assert [row.iteration_s for row in both.rows] == sorted(merged.values())[:6]
+    setups = [row.setup for row in both.rows]
     assert {setup.hosts for setup in setups if setup.balance is not None} == {PAIR, HOST}
     assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.hosts == HOST for setup in setups]
     assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
@@ -161,7 +161,7 @@ def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
 def test_no_row_of_the_quick_search_is_clearly_slower_than_that_of_asking_everything(number: int) -> None:
     space = drawn_space(number)
     space = replace(space, recompute=space.recompute[:1], schedules=space.schedules[:3], max_chunks=2)
-    found = search(space, num_rows=3)
+    result = search(space, num_rows=3)
     best: list[float] = []
     bounds = Bounds(space.profile)
     by_bound = sorted(((bounds.seconds(setup), setup) for setup in every_setup(space)), key=lambda pair: pair[0])
@@ -171,7 +171,7 @@ def test_no_row_of_the_quick_search_is_clearly_slower_than_that_of_asking_everyt
         fitted = Judge(space, Counter()).fitting(setup)
         if fitted is not None:
             best = sorted([*best, steady_timing(fitted, costs_of(fitted)).iteration_s])[:3]
-    times = [row.iteration_s for row in found.rows]
+    times = [row.iteration_s for row in result.rows]
     assert len(times) == len(best)
     for seconds, least_s in zip(times, best, strict=True):
         assert least_s * (1 - 1e-6) <= seconds <= INDISTINCT * least_s
@@ -189,7 +189,7 @@ def test_a_search_that_ends_early_says_what_nothing_else_is_faster_than(number: 
         assert early.num_simulated <= 2, "one of the space, and what Megatron does alone"
 
 
-@pytest.mark.parametrize("number", [*range(8), *(pytest.param(one, marks=pytest.mark.slow) for one in range(8, 400))])
+@pytest.mark.parametrize("number", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 400))])
 def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
     """The search drops what is too large by the order without shards."""
     draw = random.Random(number)
@@ -248,15 +248,17 @@ def test_the_papers_constraints() -> None:
 def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a
     stage."""
-    found = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
-    assert found.num_fitting > 10
-    best = found.rows[0].setup
+    result = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
+    assert result.num_fitting > 10
+    best = result.rows[0].setup
     assert len(set(best.layers)) == 2
     # As NVIDIA lays it: 128 stages, the ends the embedding and the output layer alone.
     assert best.layers == (0, *(1,) * 126, 0)
     assert megatron_flags(best)[megatron_flags(best).index("--pipeline-model-parallel-layout") + 1] == "E|(t|)*126L"
     # A rank with both ends would have no layer at all.
-    assert not any(0 in one.layers for one in enumerate_setups(replace(found.space, schedules=("zb-v", "bitpipe"))))
+    assert not any(
+        0 in setup.layers for setup in enumerate_setups(replace(result.space, schedules=("zb-v", "bitpipe")))
+    )
 
 
 SMALL = Space(
@@ -268,23 +270,23 @@ SMALL = Space(
 @pytest.mark.slow
 def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None:
     """What was never asked for its memory is slower than every row."""
-    found = search(SMALL, num_rows=5)
-    assert found.cuts["slower"] > 100
+    result = search(SMALL, num_rows=5)
+    assert result.cuts["slower"] > 100
     fitting = []
     for setup in enumerate_setups(SMALL):
         if max(rank_states(setup)) > SMALL.cluster.device.memory_bytes:
             continue
         if setup.balance is None or not all(rank.fits for rank in predict_memory(replace(setup, balance=None))):
-            fitting += [one for one in [as_it_fits(setup)] if one is not None]
+            fitting += [fitted for fitted in [as_it_fits(setup)] if fitted is not None]
     quick = sorted(fitting, key=lower_bound_s)
     times: list[float] = []
     for setup in quick:
         if len(times) >= 5 and lower_bound_s(setup) >= sorted(times)[4]:
             break
         times.append(predict(setup).timing.iteration_s)
-    assert [row.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
-    assert {standing.schedule for standing in found.families} == set(SEARCHED)
-    for standing in found.families:
+    assert [row.iteration_s for row in result.rows] == pytest.approx(sorted(times)[:5])
+    assert {standing.schedule for standing in result.families} == set(SEARCHED)
+    for standing in result.families:
         if standing.fastest is not None:
             assert standing.fastest.setup.schedule == standing.schedule
 
@@ -319,10 +321,10 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
 
 def sizes_of(family: Family) -> list[tuple[int, int, int | None, int]]:
     """(ranks, chunks, group, delay) to try of a family that runs on our executor."""
-    every = family.chunks(4)
+    counts = family.chunks(4)
     groups = (None, 3, 4, 5) if family.takes_groups else (None,)
     delays = (0, 2) if family.takes_delay else (0,)
-    return [(4, chunks, group, delay) for chunks in {*every[:1], *every[-1:]} for group in groups for delay in delays]
+    return [(4, chunks, group, delay) for chunks in {*counts[:1], *counts[-1:]} for group in groups for delay in delays]
 
 
 OURS = [
@@ -360,19 +362,19 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
     assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-5)
     saved, between = stage_bytes(setup), after_input_bytes(setup)
     for few, many in zip(activations(setup), held_by(build(setup.program())), strict=True):
-        assert all(one >= other for one, other in zip(few, many.num_bytes(saved, between), strict=True))
+        assert all(a >= b for a, b in zip(few, many.num_bytes(saved, between), strict=True))
 
 
 def test_nothing_fits_is_said_with_the_least() -> None:
-    found = search(Space(PRESETS["llama3-405b"], parse_cluster("a100-80g:8"), 16, 8192))
-    assert found.rows == ()
-    kind, text = verdict(found)
+    result = search(Space(PRESETS["llama3-405b"], parse_cluster("a100-80g:8"), 16, 8192))
+    assert result.rows == ()
+    kind, text = verdict(result)
     assert kind == "nothing-fits"
     assert text.startswith(
         "Nothing fits, with balancing or without: weights, gradients and optimizer state alone need at least 8"
     )
     assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices (p is at most" in text
-    assert f"{found.cuts['branches']} {CUTS['branches']}" in text
+    assert f"{result.cuts['branches']} {CUTS['branches']}" in text
     # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
     assert verdict(long).text.startswith(
@@ -412,8 +414,8 @@ def test_long_sequences_are_tried_in_parts() -> None:
     best = parts.rows[0].setup
     assert f"t={best.tensor} c={best.context} p={best.pipeline}" in describe(best)
     flags = megatron_flags(best)
-    wanted = ["--context-parallel-size", str(best.context), "--cp-comm-type", "p2p"]
-    assert flags[flags.index("--context-parallel-size") :][:4] == wanted
+    context_flags = ["--context-parallel-size", str(best.context), "--cp-comm-type", "p2p"]
+    assert flags[flags.index("--context-parallel-size") :][:4] == context_flags
     assert "c=2 by a2a" in describe(replace(best, context=2, cp_comm_type="a2a"))
 
 
@@ -446,11 +448,11 @@ def test_a_batch_with_a_huge_prime_is_answered() -> None:
     assert divisors(1) == [1]
     assert divisors(49) == [1, 7, 49]
     for batch in (1_000_000_007, 1_000_000_000_039, 65536):
-        found = search(
+        result = search(
             Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), batch, 8192, schedules=("1f1b", "gpipe")),
             num_rows=1,
         )
-        assert found.rows[0].setup.num_microbatches >= 65536 // 8 // 64
+        assert result.rows[0].setup.num_microbatches >= 65536 // 8 // 64
 
 
 def test_experts_are_spread_over_every_number_of_devices() -> None:
@@ -468,7 +470,7 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
     assert {setup.routing.expert for setup in setups} == {1, 2, 4, 8}
     assert {setup.expert_tensor for setup in setups} == {1}
     assert all(setup.tensor * setup.data % setup.routing.expert == 0 for setup in setups)
-    assert {one.routing.expert for one in enumerate_setups(replace(space, expert=4))} == {4}
+    assert {setup.routing.expert for setup in enumerate_setups(replace(space, expert=4))} == {4}
     dense = list(enumerate_setups(replace(space, model=replace(MIXTRAL_8X7B, experts=None))))
     assert {setup.routing for setup in dense} == {Routing()}
     ways = sum(sum(setup.tensor * setup.data % ep == 0 for ep in (1, 2, 4, 8)) for setup in dense)

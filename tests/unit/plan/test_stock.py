@@ -43,21 +43,21 @@ def test_stock_is_the_fastest_of_megatron_alone_with_free_flags(outcome: Outcome
     fitting = [setup for setup in enumerate_setups(alone) if all(rank.fits for rank in predict_memory(setup))]
     assert len(fitting) > 20
     assert outcome.stock is not None
-    least_s = min(predict(one).timing.iteration_s for one in fitting)
+    least_s = min(predict(setup).timing.iteration_s for setup in fitting)
     assert outcome.stock.iteration_s == pytest.approx(least_s, rel=1e-3)
     assert not runs_ours(outcome.stock.setup)
 
 
 def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None:
     """It was predicted anew with more flags, and was faster than every row, itself among them."""
-    found = answer_of(outcome.stock, outcome.rows, outcome.space)
-    assert found.row is not None
-    ours = outcome.rows[found.row - 1]
+    result = answer_of(outcome.stock, outcome.rows, outcome.space)
+    assert result.row is not None
+    ours = outcome.rows[result.row - 1]
     assert runs_ours(ours.setup)
     assert ours.setup.switches == FREE
-    assert ours.setup in [choice.setup for choice in found.choices]
+    assert ours.setup in [choice.setup for choice in result.choices]
     first = next(row for row in outcome.rows if runs_ours(row.setup))
-    assert is_level(outcome.rows[found.row - 1].iteration_s, first.iteration_s)
+    assert is_level(outcome.rows[result.row - 1].iteration_s, first.iteration_s)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def drawn_space(number: int) -> Space:
 
 def every_switch(space: Space) -> list[Switches]:
     """Every way to say stock's free flags."""
-    found = []
+    variants = []
     names = ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "no_overlap_p2p_communication")
     for values in product((False, True), repeat=len(names)):
         changes = dict(zip(names, values, strict=True))
         if changes["overlap_param_gather"] and not (changes["overlap_grad_reduce"] and space.distributed_optimizer):
             continue
-        found.append(replace(space.switches, **changes))
-    return found
+        variants.append(replace(space.switches, **changes))
+    return variants
 
 
 @pytest.mark.timeout(200)
@@ -134,7 +134,7 @@ def test_the_answer_never_loses_to_a_stock_row_that_it_does_not_show(number: int
     outcome = search(with_free_switches(space), 10)
     alone = replace(space, schedules=DEFAULTS, balances=("none",), vocabulary_parallel=("none",))
     rivals = [
-        one.iteration_s for switches in every_switch(space) for one in search(replace(alone, switches=switches), 1).rows
+        row.iteration_s for switches in every_switch(space) for row in search(replace(alone, switches=switches), 1).rows
     ]
     assert bool(rivals) is (outcome.stock is not None)
     if outcome.stock is not None:
@@ -171,4 +171,4 @@ def test_ours_is_what_is_supported_and_plain_where_level(rows: list[tuple[Setup,
         prediction = predict(setup)
         return replace(prediction, timing=replace(prediction.timing, iteration_s=seconds))
 
-    assert plainest_of_ours([row(*one) for one in rows], ()) == place
+    assert plainest_of_ours([row(*values) for values in rows], ()) == place

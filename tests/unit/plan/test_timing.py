@@ -68,11 +68,11 @@ def test_what_never_repeats_exactly_is_continued_once_it_adds_evenly() -> None:
 
 def test_what_the_first_simulation_tells_to_be_too_long_is_that() -> None:
     """A search asks no further where nothing can come of it."""
-    told = 0
+    num_too_long = 0
     for schedule, chunks, changes in REPEATED:
         setup = large(schedule, chunks, **changes)
         costs = costs_of(setup)
         whole = steady_timing(setup, costs)
         assert timing_within(setup, costs, whole.iteration_s) == whole
-        told += timing_within(setup, costs, 0.9 * whole.iteration_s) is None
-    assert told
+        num_too_long += timing_within(setup, costs, 0.9 * whole.iteration_s) is None
+    assert num_too_long

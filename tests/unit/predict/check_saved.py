@@ -94,21 +94,21 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
     Eight experts of another size than the MLP.
     """
     eight = Experts(8, 3, 96)
-    every = [(eight, Routing()), (eight, Routing(dispatcher="allgather")), (replace(eight, sigmoid=True), Routing())]
-    every += [(replace(eight, top_k=1, sigmoid=True), Routing()), (eight, Routing(capacity=1.0, padded=True))]
-    every += [
+    routings = [(eight, Routing()), (eight, Routing(dispatcher="allgather")), (replace(eight, sigmoid=True), Routing())]
+    routings += [(replace(eight, top_k=1, sigmoid=True), Routing()), (eight, Routing(capacity=1.0, padded=True))]
+    routings += [
         (replace(eight, shared_size=128), Routing()),
         (replace(eight, shared_size=128, shared_gate=True), Routing()),
     ]
     result = []
-    for (variant, routing), precision in product(every, ("fp32", "bf16")):
+    for (variant, routing), precision in product(routings, ("fp32", "bf16")):
         made_setup = setup(LLAMA, precision, "none", 1, True, 2)
         result.append(
             (replace(made_setup, model=replace(LLAMA, name=f"{variant}", experts=variant), routing=routing), (INNER,))
         )
-    some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(eight, pattern=(0, 1)))
+    mixed = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(eight, pattern=(0, 1)))
     result += [
-        (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
+        (setup(mixed, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
     ]
     return result
 
@@ -158,11 +158,11 @@ def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
     for part, pattern in product(of_experts, ((1,), (0, 1))):
         model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(eight, pattern=pattern))
         result.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
-    some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
+    mixed = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
     return [
         *result,
         *(
-            (setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER))
+            (setup(mixed, "bf16", recompute, 1, True, 1), (FIRST, INNER))
             for recompute in ("full:block:1", "full:uniform:2")
         ),
     ]

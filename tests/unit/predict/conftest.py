@@ -51,14 +51,14 @@ def megatron_memory() -> ModuleType:
 def megatron_flops() -> Callable[..., float]:
     """`num_floating_point_operations` of training.py, compiled by itself."""
     tree = ast.parse((_training_folder() / "training.py").read_text())
-    wanted = "num_floating_point_operations"
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == wanted)
+    name = "num_floating_point_operations"
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     namespace: dict[str, Any] = {
         "is_hybrid_model": lambda args: getattr(args, "hybrid_layer_pattern", None) is not None,
         "is_linear_attention_variant": lambda variant: False,
     }
     exec(compile(ast.Module([function], []), "training.py", "exec"), namespace)
-    return namespace[wanted]  # type: ignore[no-any-return]
+    return namespace[name]  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def megatron_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     itself, too."""
     name = "megatron.core.models.hybrid.hybrid_layer_allocation"
     path = _training_folder().parent / "core" / "models" / "hybrid" / "hybrid_layer_allocation.py"
-    wanted = ("Symbols", "ParsedHybridPattern", "parse_hybrid_pattern", "get_hybrid_layer_counts", "_validate_pattern")
-    parts: list[ast.stmt] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
+    names = ("Symbols", "ParsedHybridPattern", "parse_hybrid_pattern", "get_hybrid_layer_counts", "_validate_pattern")
+    parts: list[ast.stmt] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in names]
     module = ModuleType(name)
     module.__dict__.update(dataclass=dataclass, Dict=dict, Optional=Optional)
     monkeypatch.setitem(sys.modules, name, module)

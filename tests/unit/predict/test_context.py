@@ -78,8 +78,8 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
     assert spec is not None
     assert spec.submodule_search_locations
     source = (Path(next(iter(spec.submodule_search_locations))) / "parallel_state.py").read_text()
-    wanted = ("RankGenerator", "generate_masked_orthogonal_rank_groups", "_inject_gtp_remat_axis")
-    nodes = [node for node in ast.parse(source).body if getattr(node, "name", "") in wanted]
+    names = ("RankGenerator", "generate_masked_orthogonal_rank_groups", "_inject_gtp_remat_axis")
+    nodes = [node for node in ast.parse(source).body if getattr(node, "name", "") in names]
     future = ast.parse("from __future__ import annotations").body
     namespace: dict[str, Any] = {"List": list, "Optional": Any}
     exec(compile(ast.Module([*future, *nodes], []), "parallel_state.py", "exec"), namespace)

@@ -70,8 +70,8 @@ def held_by_megatrons(share: float, gradients: Any) -> tuple[float, float]:
         optimizer = module.HybridDeviceOptimizer(
             weights, share, adam, adam, param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=False, lr=0.1
         )
-        kept = [torch.zeros(SIZE, dtype=gradients, device="meta") for _ in weights]
-        for weight, gradient in zip(weights, kept, strict=True):
+        gradient_tensors = [torch.zeros(SIZE, dtype=gradients, device="meta") for _ in weights]
+        for weight, gradient in zip(weights, gradient_tensors, strict=True):
             weight.decoupled_grad = gradient
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def held_by_megatrons(share: float, gradients: Any) -> tuple[float, float]:
     storages = {
         tensor.untyped_storage()._cdata: tensor
         for tensor in tensors
-        if tensor is not None and tensor.numel() == SIZE and not any(tensor is own for own in kept)
+        if tensor is not None and tensor.numel() == SIZE and not any(tensor is own for own in gradient_tensors)
     }
     both = [0.0, 0.0]
     for tensor in storages.values():

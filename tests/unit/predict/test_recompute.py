@@ -126,8 +126,8 @@ def test_layers_of_a_stage_equal_a_count_one_by_one(
     )
     result, first = stage_layers(model, recompute, tuple(stages)), 0
     for of_stage, number in zip(result, stages, strict=True):
-        every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
-        assert {(kind, scope): count for kind, scope, count in of_stage if count} == every
+        counts = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
+        assert {(kind, scope): count for kind, scope, count in of_stage if count} == counts
         first += number
 
 

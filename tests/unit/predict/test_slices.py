@@ -55,12 +55,12 @@ def test_lengths_that_do_not_make_a_sequence_are_refused() -> None:
 def test_slices_save_together_what_the_whole_does_but_for_keys_and_values(setup: Setup, recompute: str) -> None:
     whole, sliced = replace(WHOLE, recompute=recompute), replace(setup, recompute=recompute)
     slices = slice_setups(sliced)
-    keys = [0 if recompute == "full" else kept.keys_bytes for kept in kept_memory(sliced)]
+    keys = [0 if recompute == "full" else memory.keys_bytes for memory in kept_memory(sliced)]
     together = [sum(saved) for saved in zip(*map(stage_bytes, slices), strict=True)]
     # A recomputed core of the whole is given values as a part of what was projected, which stays beside rotated
     # queries and keys. Slices copy their values to the others'.
     rotated = 40 * 65536 * 2 * (64 + 8) * 128 // 8 if recompute == "selective" else 0
-    assert together == [size - kept - rotated for size, kept in zip(stage_bytes(whole), keys, strict=True)]
+    assert together == [size - memory - rotated for size, memory in zip(stage_bytes(whole), keys, strict=True)]
     assert sum(map(sent_bytes, slices)) == sent_bytes(whole)
     assert [sent_bytes(piece) for piece in slices] == [
         sent_bytes(whole) * (end - begin) // 65536 for begin, end in pairwise(slice_bounds(sliced))

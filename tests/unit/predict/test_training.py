@@ -235,8 +235,8 @@ def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert main(["simulate", *common, "--tp", "2", "--pp", "2", "--fp8-format", "hybrid", "--format", "json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["peak_flops_per_s"] == 1979e12
-    wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
-    assert wanted.items() <= result["configuration"].items()
+    expected = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
+    assert expected.items() <= result["configuration"].items()
     assert main(["simulate", *common, "--pp", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
     assert "comes back unchanged (--bpipe-verify)" in " ".join(capsys.readouterr().out.split())
     assert main(["simulate", *common, "--pp", "2", "--fp8-param-gather"]) == 2

@@ -11,8 +11,8 @@ class Keeping(torch.autograd.Function):
     """Saves what it is given beside its input; its gradient depends on every byte of it and where that stands."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
         return x * 1.0
 
     @staticmethod

@@ -136,11 +136,11 @@ class ShardedModel:
         return TorchStages({stage: part(stage) for stage in schedule.layout.stages_of(rank)})  # type: ignore[misc]
 
     def shard(self, rank: int, vocabulary: Vocabulary = Vocabulary.ONE) -> OutputShard | EarlyShard:
-        told = self.told if rank == 0 else None
+        report = self.told if rank == 0 else None
         if vocabulary is Vocabulary.TWO:
-            return EarlyShard(Rows(self.shards[rank]), rank * VOCABULARY, len(self.output), told)
+            return EarlyShard(Rows(self.shards[rank]), rank * VOCABULARY, len(self.output), report)
         weight = self.shards[rank]
-        return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), told)
+        return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), report)
 
     def told(self, microbatch: int, losses: torch.Tensor, largest: torch.Tensor) -> None:
         self.losses[microbatch], self.largest[microbatch] = losses, largest

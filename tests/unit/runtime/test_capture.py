@@ -50,16 +50,16 @@ def test_a_tensor_python_still_holds_stays() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out = (x * cache["mask"]).sum()
     assert address(cache["mask"]) not in moved(out, x)
-    kept = address(cache["mask"])
+    mask_address = address(cache["mask"])
     del cache["mask"]
-    assert kept in moved(out, x)
+    assert mask_address in moved(out, x)
 
 
 @pytest.mark.parametrize(("device", "moves"), [("cpu", True), ("cpu:3", True), ("meta", False), ("cuda:0", False)])
 def test_what_is_on_another_device_stays(device: str, moves: bool) -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    found = find([x.exp().exp().sum().grad_fn], [x], torch.device(device))
-    assert {item.alone for item in found} == {moves}
+    items = find([x.exp().exp().sum().grad_fn], [x], torch.device(device))
+    assert {item.alone for item in items} == {moves}
 
 
 def test_views_of_one_storage_are_one_storage() -> None:
@@ -273,10 +273,10 @@ def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
     # tanh's and sin's are one, exp's and the third part's input another, and sigmoid's.
     assert len(storages) == 3
     del pieces
-    kept = [storage.clone() for storage in storages]
+    copies = [storage.clone() for storage in storages]
     for storage in storages:
         storage.resize_(0)
-    for storage, copy in zip(storages, kept, strict=True):
+    for storage, copy in zip(storages, copies, strict=True):
         storage.resize_(copy.nbytes())
         storage.copy_(copy)
     assert torch.equal(chain.backward(), expected)

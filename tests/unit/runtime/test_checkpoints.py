@@ -50,8 +50,8 @@ def selective() -> Any:
     """Keeps the products, computes the rest again."""
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = function == torch.ops.aten.mm.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = function == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -96,12 +96,12 @@ def test_regions_move_and_are_computed_again_with_the_same_bits(
 ) -> None:
     """The walk refused them: looking at a tensor would have computed the region again for each."""
     with set_checkpoint_early_stop(early_stop):
-        wanted, _, _ = gradients(run, moving=False)
+        expected, _, _ = gradients(run, moving=False)
         actual, sizes, runs = gradients(run, moving=True)
     assert runs == 1
     # The output of tanh is held by `out`, as the loop holds a stage's.
     assert sizes == [BYTES] * (num_storages - 1)
-    assert all(map(torch.equal, wanted, actual))
+    assert all(map(torch.equal, expected, actual))
 
 
 def test_what_a_region_keeps_is_not_looked_up_by_its_place() -> None:
@@ -177,10 +177,10 @@ def spread_gradients(
 
 
 def test_a_region_of_them_keeps_its_argument_and_no_more(mesh: DeviceMesh) -> None:
-    wanted, _, _ = spread_gradients(mesh, moving=False)
+    expected, _, _ = spread_gradients(mesh, moving=False)
     actual, leaving, staying = spread_gradients(mesh, moving=True, region=True)
     assert (leaving, staying) == ([BYTES], [])
-    assert torch.equal(wanted[0], actual[0])
+    assert torch.equal(expected[0], actual[0])
 
 
 def test_a_mesh_gives_a_cpu_an_index_and_it_is_the_same_cpu() -> None:

@@ -50,13 +50,13 @@ def test_who_is_stuck_is_ended_with_the_cause(capfd: pytest.CaptureFixture[str])
     ranks = Ranks(3, [0, 1, 2])
     error = torch.OutOfMemoryError("CUDA out of memory.\nMuch more")
     error.add_note("bpipe: rank 1, stage 1, after 1F1, at 1F2")
-    told = ranks.watches[1].failed(error)
+    failure = ranks.watches[1].failed(error)
     ranks.watches[1].end()
-    assert told == Failure(1, "OutOfMemoryError: CUDA out of memory. (rank 1, stage 1, after 1F1, at 1F2)")
+    assert failure == Failure(1, "OutOfMemoryError: CUDA out of memory. (rank 1, stage 1, after 1F1, at 1F2)")
     ranks.until_left(2)
     assert ranks.left == {0: 1, 2: 1}
     printed = capfd.readouterr().err
-    assert printed.count(f"bpipe: {told}\n") == 2
+    assert printed.count(f"bpipe: {failure}\n") == 2
     assert "is stopped here, where it waits" in printed
     assert "test_who_is_stuck_is_ended_with_the_cause" in printed, "it does not show where the process waits"
 
@@ -70,19 +70,19 @@ def test_a_closed_connection_waits_for_the_word_of_who_closed_it() -> None:
     )
     neighbour.start()
     time.sleep(0.05)
-    told = ranks.watches[1].failed(ValueError("no such token"))
+    failure = ranks.watches[1].failed(ValueError("no such token"))
     neighbour.join()
-    assert told == Failure(1, "ValueError: no such token")
+    assert failure == Failure(1, "ValueError: no such token")
     assert failures == [None]
-    assert ranks.watches[0]._first == told
+    assert ranks.watches[0]._first == failure
 
 
 def test_who_does_not_answer_the_roll_is_named() -> None:
     ranks = Ranks(4, [0, 1, 2])
-    told = ranks.watches[0].failed(TransferError("rank 0, stage 0: 0EVICT2 with stage 3 did not end"))
-    assert told is not None
-    assert told.rank == 3
-    assert "rank 0 noticed: TransferError: rank 0, stage 0: 0EVICT2 with stage 3 did not end" in told.cause
+    failure = ranks.watches[0].failed(TransferError("rank 0, stage 0: 0EVICT2 with stage 3 did not end"))
+    assert failure is not None
+    assert failure.rank == 3
+    assert "rank 0 noticed: TransferError: rank 0, stage 0: 0EVICT2 with stage 3 did not end" in failure.cause
 
 
 def test_where_all_answer_the_one_that_noticed_is_the_first() -> None:

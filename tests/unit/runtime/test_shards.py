@@ -31,8 +31,8 @@ def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabul
         torch.testing.assert_close(actual.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
         assert torch.equal(actual.largest[microbatch], expected.largest[microbatch])
     assert any(largest.any() for largest in actual.largest.values()) or m < 4
-    for gradient, wanted in zip(actual.gradients(shards=True), expected.gradients(shards=False), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+    for gradient, reference in zip(actual.gradients(shards=True), expected.gradients(shards=False), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])

@@ -260,18 +260,18 @@ class Reaching(LateTransport):
             if second and self._wrong == "an owner writes before it was read":
                 tensors[1].view(torch.float32).mul_(2)
             pending.wait()
-            kept = self.taken[host_buffer]
+            stored = self.taken[host_buffer]
             if second and self._wrong == "an owner writes after it was read":
                 tensors[1].view(torch.float32).mul_(2)
             elif second and self._wrong == "a host buffer is given to two":
-                kept[1].copy_(torch.arange(kept[1].numel()) % 7)
+                stored[1].copy_(torch.arange(stored[1].numel()) % 7)
             elif second and self._wrong == "two storages of one size are exchanged":
-                first, twin = _twins(kept)
-                kept[first], kept[twin] = kept[twin], kept[first]
+                first, twin = _twins(stored)
+                stored[first], stored[twin] = stored[twin], stored[first]
             elif second and self._wrong == "rows arrive in another order":
-                kept[1] = kept[1].view(16, -1).flip(0).flatten()
+                stored[1] = stored[1].view(16, -1).flip(0).flatten()
             elif second and self._wrong == "the end is cut off":
-                kept[1][-3:] = 0
+                stored[1][-3:] = 0
 
         return Late(late)
 
@@ -282,7 +282,7 @@ class Reaching(LateTransport):
             return Late(lambda: None)
         if self._gets == 2 and self._wrong == "a load is an older one's":
             older = self.older
-            return Late(lambda: [tensor.copy_(kept) for tensor, kept in zip(tensors, older, strict=True)])  # type: ignore[arg-type, return-value]
+            return Late(lambda: [tensor.copy_(stored) for tensor, stored in zip(tensors, older, strict=True)])  # type: ignore[arg-type, return-value]
         self.older = [tensor.clone() for tensor in self.taken[host_buffer]]
         return super().get(host_buffer, tensors)
 

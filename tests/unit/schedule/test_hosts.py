@@ -35,7 +35,7 @@ def in_a_pool() -> Schedule:
 
 @pytest.mark.parametrize(
     "forwards",
-    [(2, 5, 1, 3, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((1, 1, 1, 1, 6), (6, 1, 1, 1, 1)))],
+    [(2, 5, 1, 3, 1), *(pytest.param(order, marks=pytest.mark.slow) for order in ((1, 1, 1, 1, 6), (6, 1, 1, 1, 1)))],
 )
 def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
     """Two hosts may both arrive before the evictor, which sends first to the one that arrived last."""

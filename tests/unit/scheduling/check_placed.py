@@ -234,7 +234,7 @@ def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
         return parallel_state.is_pipeline_first_stage(**stage), parallel_state.is_pipeline_last_stage(**stage)
 
     def step(vp_stage: int | None) -> None:
-        told.append((ends(), is_first_or_last_pipeline_stage(vp_stage)))
+        calls.append((ends(), is_first_or_last_pipeline_stage(vp_stage)))
         assert ends(ignore_virtual=False, vp_stage=last[1]) == (False, rank == 3), "the stage that is named"
 
     def compute(*arguments: Any, vp_stage: int | None, **_: Any) -> None:
@@ -256,10 +256,10 @@ def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
             with replaced, of_rank(layout, rank):
                 outside = ends()
                 for chunk in range(layout.num_stages // RANKS):
-                    told: list[tuple[tuple[bool, bool], bool]] = []
+                    calls: list[tuple[tuple[bool, bool], bool]] = []
                     schedules.forward_step(*["given"] * 8, vp_stage=chunk)
                     end = (rank, chunk) == first, (rank, chunk) == last
-                    assert told == [(end, any(end))] * 2, (layout, rank, chunk)
+                    assert calls == [(end, any(end))] * 2, (layout, rank, chunk)
                     assert ends() == outside == (rank == first[0], rank == last[0]), "the rank's again"
 
 
@@ -294,18 +294,18 @@ def first_and_last(pp_ranks: list[int]) -> list[int]:
 
 def chosen(**choices: Callable[[list[int]], list[int]]) -> dict[str, list[int]]:
     """What Megatron's set-up of a V receives if a script passes these functions."""
-    told: dict[str, list[int]] = {}
+    ranks_by_name: dict[str, list[int]] = {}
 
     def initialize(get_embedding_ranks: Any = None, get_position_embedding_ranks: Any = None) -> None:
         functions = {
             "get_embedding_ranks": get_embedding_ranks,
             "get_position_embedding_ranks": get_position_embedding_ranks,
         }
-        told.update({name: function(PIPELINE) for name, function in functions.items() if function is not None})
+        ranks_by_name.update({name: function(PIPELINE) for name, function in functions.items() if function is not None})
 
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize), of_rank(V, 0):
         parallel_state.initialize_model_parallel(**choices)
-    return told
+    return ranks_by_name
 
 
 def check_one_rank_has_both_embeddings() -> None:

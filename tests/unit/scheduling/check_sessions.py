@@ -115,15 +115,15 @@ def check_stages_compute_the_same_under_a_session() -> None:
 
 
 def same(expected: list[dict[str, torch.Tensor]], actual: list[dict[str, torch.Tensor]], name: str) -> None:
-    for number, (wanted, state) in enumerate(zip(expected, actual, strict=True)):
-        assert wanted.keys() == state.keys()
-        gradients = [key for key in wanted if key.endswith(".main_grad")]
+    for number, (expected_state, state) in enumerate(zip(expected, actual, strict=True)):
+        assert expected_state.keys() == state.keys()
+        gradients = [key for key in expected_state if key.endswith(".main_grad")]
         assert gradients
-        assert all(wanted[key].any() for key in gradients), (
+        assert all(expected_state[key].any() for key in gradients), (
             f"{name}: a gradient is all zeros, which what was forgotten is too"
         )
-        for key in wanted:
-            assert _bytes(wanted[key]) == _bytes(state[key]), f"{name}, iteration {number}: {key} differs"
+        for key in expected_state:
+            assert _bytes(expected_state[key]) == _bytes(state[key]), f"{name}, iteration {number}: {key} differs"
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -181,7 +181,7 @@ FEW_WAYS = {torch.float64: ("uneven", "short"), torch.float32: ("4",)}
 
 def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
     """Three layers; the same weights for the same case."""
-    given = {
+    settings = {
         "num_layers": 3,
         "hidden_size": 64,
         "num_attention_heads": 8,
@@ -202,7 +202,7 @@ def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
         "attention_softmax_in_fp32": False,
         **case.config,
     }
-    config = (MLATransformerConfig if case.latent else TransformerConfig)(**given)
+    config = (MLATransformerConfig if case.latent else TransformerConfig)(**settings)
     for name, value in case.later.items():
         setattr(config, name, value)
     torch.manual_seed(7)
@@ -288,35 +288,35 @@ def in_slices(
     """All forwards of a micro-batch, then its backwards reversed, with two micro-batches in flight."""
     cutting_of, total = slicing.cutting, 0.0
     number = cutting_of.slices
-    back = tuple(reversed(range(number)))
+    reversed_order = tuple(reversed(range(number)))
     waiting: list[tuple[int, dict[int, torch.Tensor]]] = []
     for microbatch, row in enumerate(rows):
-        made = {}
-        for each in range(number):
-            with cutting_of.at(microbatch * number + each):
+        losses = {}
+        for index in range(number):
+            with cutting_of.at(microbatch * number + index):
                 cut = {name: cutting_of.cut(value) for name, value in row.items()}
-                made[each] = part_of(cutting_of.pad(losses_of(model, cut)), row)
-            total += made[each].item()
-        waiting.append((microbatch, made))
+                losses[index] = part_of(cutting_of.pad(losses_of(model, cut)), row)
+            total += losses[index].item()
+        waiting.append((microbatch, losses))
         if len(waiting) > 1:
-            _backwards(slicing, *waiting.pop(0), back)
-    _backwards(slicing, *waiting.pop(0), back)
+            _backwards(slicing, *waiting.pop(0), reversed_order)
+    _backwards(slicing, *waiting.pop(0), reversed_order)
     assert slicing.kept.nbytes == 0, "keys are kept of a micro-batch that is over"
     return total
 
 
-def _backwards(slicing: Slicing, microbatch: int, made: dict[int, torch.Tensor], order: Sequence[int]) -> None:
+def _backwards(slicing: Slicing, microbatch: int, losses: dict[int, torch.Tensor], order: Sequence[int]) -> None:
     number = slicing.cutting.slices
-    for each in order:
-        with slicing.cutting.at(microbatch * number + each):
-            made[each].backward()
+    for index in order:
+        with slicing.cutting.at(microbatch * number + index):
+            losses[index].backward()
     slicing.free(0, microbatch)
 
 
 def gradients(model: GPTModel) -> Gradients:
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    return found
+    return grads
 
 
 @contextmanager
@@ -331,11 +331,12 @@ def sliced(bounds: Sequence[int]) -> Iterator[Slicing]:
         installed.remove()
 
 
-def apart(found: Gradients, expected: Gradients) -> float:
+def apart(actual: Gradients, expected: Gradients) -> float:
     """The worst of all parameters."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return max(
-        float((found[name] - one).abs().max() / one.abs().max().clamp(min=1e-30)) for name, one in expected.items()
+        float((actual[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30))
+        for name, gradient in expected.items()
     )
 
 
@@ -378,7 +379,7 @@ def check_logged_losses_of_experts_add_up() -> None:
     whole(model, rows)
     expected = {name: entry.values.clone() for name, entry in tracker._metrics.items()}
     assert set(expected) == {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"}
-    assert all(bool((one > 0).all()) for one in expected.values())
+    assert all(bool((loss > 0).all()) for loss in expected.values())
     tracker.clear()
     with sliced(WAYS["uneven"]) as slicing:
         in_slices(model, rows, slicing)
@@ -395,13 +396,13 @@ def check_logged_losses_of_further_tokens_add_up() -> None:
     tracker.clear()
     whole(model, rows)
     expected = {name: tracker[name].clone() for name in names}
-    assert all(bool((one > 0).all()) for one in expected.values()), expected
+    assert all(bool((loss > 0).all()) for loss in expected.values()), expected
     for way in ("uneven", "12"):
         tracker.clear()
         with sliced(WAYS.get(way) or even_bounds(LENGTH, 12)) as slicing:
             in_slices(model, rows, slicing)
-        for name, one in expected.items():
-            assert torch.allclose(tracker[name], one, rtol=1e-6, atol=0), f"{name}: {tracker[name]} for {one}"
+        for name, loss in expected.items():
+            assert torch.allclose(tracker[name], loss, rtol=1e-6, atol=0), f"{name}: {tracker[name]} for {loss}"
 
 
 def check_further_tokens_of_what_was_not_cut_are_refused() -> None:
@@ -410,7 +411,7 @@ def check_further_tokens_of_what_was_not_cut_are_refused() -> None:
     with sliced(even_bounds(LENGTH, 2)) as slicing:
         for name in ("tokens", "labels", "loss_mask"):
             with slicing.cutting.at(0):
-                cut = {each: slicing.cutting.cut(one) for each, one in row.items()}
+                cut = {key: slicing.cutting.cut(tensor) for key, tensor in row.items()}
                 with pytest.raises(RuntimeFault, match=r"a tensor of \(2, 48\) was not cut from a row"):
                     losses_of(model, {**cut, name: cut[name].clone()})
             slicing.clear()
@@ -422,21 +423,21 @@ def check_kept_keys_take_what_is_predicted() -> None:
     model, (row, _) = model_of(USUAL, torch.float64), rows_of(LENGTH, False)
     both = 3 * 2 * LENGTH * ROWS * 2 * 8 * 8
     with sliced(even_bounds(LENGTH, 3)) as slicing:
-        made, held = [], []
-        for each in range(3):
-            with slicing.cutting.at(each):
-                made.append(
+        losses, held = [], []
+        for index in range(3):
+            with slicing.cutting.at(index):
+                losses.append(
                     part_of(
                         slicing.cutting.pad(
-                            losses_of(model, {name: slicing.cutting.cut(one) for name, one in row.items()})
+                            losses_of(model, {name: slicing.cutting.cut(tensor) for name, tensor in row.items()})
                         ),
                         row,
                     )
                 )
             held.append(slicing.kept.nbytes)
-        for each in (2, 1, 0):
-            with slicing.cutting.at(each):
-                made[each].backward()
+        for index in (2, 1, 0):
+            with slicing.cutting.at(index):
+                losses[index].backward()
             held.append(slicing.kept.nbytes)
         assert held == [both] * 3 + [2 * both] * 3, held
         slicing.free(0, 0)
@@ -452,11 +453,13 @@ def check_what_is_out_of_order_is_refused() -> None:
             at(1),
             pytest.raises(RuntimeFault, match=r"slice 1 of micro-batch 0 reached a layer that has not seen the slice"),
         ):
-            losses_of(model, {name: cut(one) for name, one in row.items()})
+            losses_of(model, {name: cut(tensor) for name, tensor in row.items()})
         with at(0), pytest.raises(ValueError, match=r"the model requests positions of 96 tokens in a slice of 48"):
             losses_of(model, row)
         with at(0):
-            first = part_of(slicing.cutting.pad(losses_of(model, {name: cut(one) for name, one in row.items()})), row)
+            first = part_of(
+                slicing.cutting.pad(losses_of(model, {name: cut(tensor) for name, tensor in row.items()})), row
+            )
         with at(0), pytest.raises(RuntimeFault, match="the backward of slice 0 runs before that of slice 1"):
             first.backward()
         with (
@@ -472,7 +475,7 @@ def check_outside_of_a_slice_nothing_changes() -> None:
     expected = gradients(model)
     with sliced(even_bounds(LENGTH, 2)):
         assert whole(model, rows) == loss
-    assert all(torch.equal(one, expected[name]) for name, one in gradients(model).items())
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
 
 
 def check_lengths_are_whole_units() -> None:
@@ -518,10 +521,10 @@ def check_layers_that_see_their_own_slice_alone_are_refused() -> None:
 
 def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
     """A stand-in that notes what it is given: Transformer Engine is not here."""
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def stand_in(_: Any, query: Any, key: Any, value: Any, mask: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        told.append((kind.name, key.size(0)))
+        calls.append((kind.name, key.size(0)))
         return _attended(query, key, value)
 
     of_cutting = cuts.Cutting(even_bounds(LENGTH, 2))
@@ -538,15 +541,15 @@ def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> Non
         run(layer, own, own, own, None, AttnMaskType.causal)
     # Once it is asked for a mask of known answer.
     behind = ("causal_bottom_right", 96)
-    assert told[:4] == [("causal", 48), behind, behind, ("no_mask", 48)], told
-    assert len(told) == 5, told
+    assert calls[:4] == [("causal", 48), behind, behind, ("no_mask", 48)], calls
+    assert len(calls) == 5, calls
 
 
 def _attended(query: Any, key: Any, value: Any, first: int | None = None) -> Any:
     """Attention of groups of heads; by default the causal mask ends at the bottom right."""
     tokens, heads = query.size(0), query.size(2)
     before = key.size(0) - tokens if first is None else first
-    key, value = (one.repeat_interleave(heads // one.size(2), 2) for one in (key, value))
+    key, value = (tensor.repeat_interleave(heads // tensor.size(2), 2) for tensor in (key, value))
     scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / query.size(-1) ** 0.5
     hidden = torch.ones(tokens, key.size(0), dtype=torch.bool).triu(before + 1)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
@@ -584,13 +587,13 @@ def check_lengths_of_equal_work_take_as_long() -> None:
     for length, number in ((4096, 4), (131072, 8)):
         share = attention_share(length, config)
         bounds = bounds_of(WORK, length, number, 1, config)
-        work = [3 * (1 - share) * one / length + 3.5 * share * (one / length) ** 2 for one in bounds]
+        work = [3 * (1 - share) * bound / length + 3.5 * share * (bound / length) ** 2 for bound in bounds]
         parts = [end - begin for begin, end in itertools.pairwise(work)]
         assert max(parts) - min(parts) < 4 / length * number
         lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] > 1.5 * lengths[-1]
-        assert all(one % 64 == 0 for one in bounds_of(WORK, length, number, 64, config))
+        assert all(bound % 64 == 0 for bound in bounds_of(WORK, length, number, 64, config))
     # 8 channels of 8 heads, and 2 of keys; an MLP of 128 with a gate.
     assert attention_share(96, config) == 64 * 96 / (64 * (2 * 64 + 2 * 16) + 3 * 64 * 128 + 64 * 96)
     assert bounds_of(WORK, 4, 4, 1, config) == (0, 1, 2, 3, 4), "each has a token"

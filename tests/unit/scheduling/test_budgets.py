@@ -55,9 +55,9 @@ def asked(memory: str, **more: Any) -> Any:
     return args(**{**SIZES, "bpipe_memory": read_budget(memory), **more})
 
 
-def requested_balance(given: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
-    asked = requested(given)
-    return asked.config.balance, asked.plan.lines
+def requested_balance(arguments: Any) -> tuple[BalanceConfig | None, tuple[str, ...]]:
+    request = requested(arguments)
+    return request.config.balance, request.plan.lines
 
 
 def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +65,10 @@ def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     simulate = ["simulate", "--cluster", "h100-80g:3x8", "--kernels", "cpu", "--attention", "unfused"]
     moved = []
     for memory in ("2.8", "2.4", "2.2"):
-        how, told = requested_balance(asked(memory))
+        how, lines = requested_balance(asked(memory))
         assert cli.main([*simulate, "--memory", memory, "--", *WORDS]) == 0
-        assert told
-        assert " ".join(told) in " ".join(capsys.readouterr().out.split())
+        assert lines
+        assert " ".join(lines) in " ".join(capsys.readouterr().out.split())
         assert how is not None
         schedule = build(replace(plain_config(), balance=how))
         moved.append(sum(num_transfers(schedule, rank).evictions for rank in range(4)))
@@ -99,17 +99,17 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
         *WORDS,
     ]
     by_bytes, _ = requested_balance(asked("2.6"))
-    how, told = requested_balance(asked("2.6", bpipe_cluster=str(slow)))
+    how, lines = requested_balance(asked("2.6", bpipe_cluster=str(slow)))
     assert cli.main(simulate) == 0
-    assert " ".join(told) in " ".join(capsys.readouterr().out.split())
+    assert " ".join(lines) in " ".join(capsys.readouterr().out.split())
     assert by_bytes is not None
     assert how is not None
     assert by_bytes.windows is None
     assert how == replace(by_bytes, windows=how.windows)
-    assert told[-1].startswith(
+    assert lines[-1].startswith(
         "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
     )
-    timed, plain = (build(replace(plain_config(), balance=one)) for one in (how, by_bytes))
+    timed, plain = (build(replace(plain_config(), balance=balance)) for balance in (how, by_bytes))
     assert timed.ranks != plain.ranks
     assert [num_transfers(timed, rank) for rank in range(4)] == [num_transfers(plain, rank) for rank in range(4)]
 
@@ -120,17 +120,17 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> N
     def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
         return requested(asked(memory, bpipe_cluster=cluster, **more)).plan.costs
 
-    found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
-    assert found is not None
+    costs_of_fast, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
+    assert costs_of_fast is not None
     assert slower is not None
-    assert found.stages[0].forward_s < slower.stages[0].forward_s
+    assert costs_of_fast.stages[0].forward_s < slower.stages[0].forward_s
     assert costs("auto:2.6", cluster=None) is None
     assert costs("2.6") is None
     assert costs("auto:2", moe_latent_size=8) is None
-    how, told = requested_balance(asked("auto:2.6", bpipe_cluster="h100-80g"))
-    assert (how, told) == requested_balance(asked("auto:2.6"))
-    _, told = requested_balance(asked("auto:2", moe_latent_size=8, bpipe_cluster="h100-80g"))
-    assert told[0].endswith("keeps the smallest bound, and plans are made from bytes alone")
+    how, lines = requested_balance(asked("auto:2.6", bpipe_cluster="h100-80g"))
+    assert (how, lines) == requested_balance(asked("auto:2.6"))
+    _, lines = requested_balance(asked("auto:2", moe_latent_size=8, bpipe_cluster="h100-80g"))
+    assert lines[0].endswith("keeps the smallest bound, and plans are made from bytes alone")
 
 
 def test_links_are_said_for_a_budget() -> None:
@@ -139,9 +139,9 @@ def test_links_are_said_for_a_budget() -> None:
 
 
 def plain_config() -> Any:
-    found = own_schedule(args(bpipe_executor=True))
-    assert found is not None
-    return found
+    config = own_schedule(args(bpipe_executor=True))
+    assert config is not None
+    return config
 
 
 @pytest.mark.parametrize(
@@ -161,15 +161,15 @@ def test_what_cannot_be_kept_is_said_before_training(memory: str, more: dict[str
 
 
 def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound() -> None:
-    how, told = requested_balance(asked("auto:1"))
+    how, lines = requested_balance(asked("auto:1"))
     assert how is not None
     assert how.activation_budget is not None
     schedule = build(replace(plain_config(), balance=how))
     assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
-    assert told[0] == "the first iteration moves as much as helps, until bytes are measured:"
-    how, told = requested_balance(asked("auto:2", moe_latent_size=8))
+    assert lines[0] == "the first iteration moves as much as helps, until bytes are measured:"
+    how, lines = requested_balance(asked("auto:2", moe_latent_size=8))
     assert how == BalanceConfig()
-    assert told[0].endswith(": the first iteration keeps the smallest bound")
+    assert lines[0].endswith(": the first iteration keeps the smallest bound")
 
 
 def test_before_there_is_a_tokenizer_pairs_are_the_usual() -> None:
@@ -191,18 +191,18 @@ def devices(*budget: int) -> Devices:
 def test_a_plan_changes_over_only_where_that_helps() -> None:
     tight = tightest_plan(devices(1400)).schedule
     assert num_transfers(tight, 0).evictions == 3
-    found, told = better_plan(devices(1400), tight)
-    assert found is not None
-    assert found.moved_bytes == 0
-    assert told[0].endswith("are evicted per iteration; changing the plan:")
+    plan, lines = better_plan(devices(1400), tight)
+    assert plan is not None
+    assert plan.moved_bytes == 0
+    assert lines[0].endswith("are evicted per iteration; changing the plan:")
     assert better_plan(devices(1300), tight)[0] is None
     assert "no plan needs less, so this one stays" in better_plan(devices(1300), tight)[1][0]
-    found, told = better_plan(devices(1300), within(devices(1400)).schedule)
-    assert found is None
-    assert "would send from stage 0, whose sizes are not measured yet" in told[0]
-    found, told = better_plan(devices(1200), tight)
-    assert found is None
-    assert "no plan keeps ranks 0 and 3 within" in told[0]
+    plan, lines = better_plan(devices(1300), within(devices(1400)).schedule)
+    assert plan is None
+    assert "would send from stage 0, whose sizes are not measured yet" in lines[0]
+    plan, lines = better_plan(devices(1200), tight)
+    assert plan is None
+    assert "no plan keeps ranks 0 and 3 within" in lines[0]
     # Now too little leaves, and the link is there.
     less = within(devices(1300, 1200, 1400, 1300)).schedule
     assert num_transfers(less, 1).evictions
@@ -219,8 +219,8 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
     assert max(first.need_bytes) <= 1750 - 1750 // 8
     # Of whoever can send it is measured what moves, so any budget can be changed to, by other links, too.
     for budget in (1200, 1300, 1500, 1700):
-        found, told = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
-        assert found is not None, told
+        plan, lines = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
+        assert plan is not None, lines
     assert hosts == HOST or not links_of(within(room).schedule) <= links_of(all_leave.schedule)
 
 
@@ -237,9 +237,9 @@ def test_a_plan_that_sends_as_much_is_changed_to_where_less_is_waited_for() -> N
     now = tightest_plan(room).schedule
     assert better_plan(room, now)[0] is None
     assert better_plan(room, now, costs_of(1))[0] is None
-    found, told = better_plan(room, now, costs_of(3))
-    assert found is not None
-    assert told[0].endswith("a plan that sends as much waits less for it; changing the plan:")
-    waits = [sum(simulate(one, costs_of(3).holding(room.memory)).exposed_s) for one in (now, found.schedule)]
+    plan, lines = better_plan(room, now, costs_of(3))
+    assert plan is not None
+    assert lines[0].endswith("a plan that sends as much waits less for it; changing the plan:")
+    waits = [sum(simulate(schedule, costs_of(3).holding(room.memory)).exposed_s) for schedule in (now, plan.schedule)]
     assert waits[1] < waits[0]
-    assert better_plan(room, found.schedule, costs_of(3))[0] is None
+    assert better_plan(room, plan.schedule, costs_of(3))[0] is None

@@ -52,8 +52,8 @@ def test_kept_keys_when_most_is_held(rank: int) -> None:
     """Rank 0 holds three slices of two micro-batches in the first B. On rank 1 the next micro-batch's first slice comes
     while the other's keys and sums are still there."""
     schedule = build(ScheduleConfig("1f1b", 2, 2, slices=2))
-    kept = {stage: KeptMemory(20, 40) for stage in range(2)}
-    assert kept_at_peak(schedule, rank, {0: 60, 1: 59, 2: 60, 3: 59}, kept) == 2 * 20 + 40
+    key_memory = {stage: KeptMemory(20, 40) for stage in range(2)}
+    assert kept_at_peak(schedule, rank, {0: 60, 1: 59, 2: 60, 3: 59}, key_memory) == 2 * 20 + 40
 
 
 def test_all_plan_with_sizes_by_slice_and_what_is_kept() -> None:
@@ -61,8 +61,8 @@ def test_all_plan_with_sizes_by_slice_and_what_is_kept() -> None:
     processes = []
     for place in (0, 1):
         saved = {2 * place: 60, 2 * place + 1: 40}
-        kept = {place: KeptMemory(20 + place, 40)}
-        measured = FirstMeasured(saved, {0: 50} if place == 0 else {}, {place: 30}, 0, 0, 0, 0, 0, kept=kept)
+        key_memory = {place: KeptMemory(20 + place, 40)}
+        measured = FirstMeasured(saved, {0: 50} if place == 0 else {}, {place: 30}, 0, 0, 0, 0, 0, kept=key_memory)
         processes.append(ProcessMemory(place, measured, 1000, 0, 0, Fraction(0)))
     memory = devices_of(processes, plain, (5000, 5000)).memory
     assert (memory.slices, memory.kept) == (2, (KeptMemory(20, 40), KeptMemory(21, 40)))

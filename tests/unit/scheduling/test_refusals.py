@@ -156,7 +156,7 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
         ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, True),
         ({"num_moe_experts": 8}, True),
@@ -169,8 +169,8 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
         ({}, False),
     ],
 )
-def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], wanted: bool) -> None:
-    assert differ(SimpleNamespace(**settings)) is wanted
+def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], expected: bool) -> None:
+    assert differ(SimpleNamespace(**settings)) is expected
     refuse(SimpleNamespace(**settings), balance=True)
 
 

@@ -389,8 +389,8 @@ def test_with_one_pipe_a_rank_reduces_by_itself() -> None:
 def test_a_pipe_without_a_micro_batch_reduces_as_well() -> None:
     """Its gradients, zeros, are there at once: eagerly nobody sees their reduction."""
     costs = uniform(4, StageCost(1, 2, reduction_s=2))
-    found = [simulate(build(ScheduleConfig("chimera", 4, 1)), replace(costs, eager=eager)) for eager in (False, True)]
-    assert [one.makespan_s for one in found] == [12 + 2 + 2, 12 + 2]
+    runs = [simulate(build(ScheduleConfig("chimera", 4, 1)), replace(costs, eager=eager)) for eager in (False, True)]
+    assert [run.makespan_s for run in runs] == [12 + 2 + 2, 12 + 2]
 
 
 COLLECTIVES = CollectiveCost(broadcast_s=1, gather_s=2, reduce_s=3, input_reduce_s=4, input_broadcast_s=5)

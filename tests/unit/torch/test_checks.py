@@ -23,7 +23,7 @@ from bpipe.torch.schedule import name_arguments
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
-from tests.support.hand_made import STOOD
+from tests.support.hand_made import PLANNED_WAITS
 
 TRANSFERS = TransferConfig()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -126,7 +126,7 @@ def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
             yield schedule
 
 
-LEVELS = [(waits, births) for waits in STOOD for births in (False, True)]
+LEVELS = [(waits, births) for waits in PLANNED_WAITS for births in (False, True)]
 
 
 @pytest.mark.timeout(300)

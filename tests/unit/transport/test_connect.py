@@ -186,7 +186,7 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
     order = data.draw(st.permutations(sorted(sizes)))
     for stage in order:
         lengths_by_stage[stage] = sizes[stage]
-        told = {stage: tuple(lengths) for stage, lengths in json.loads(json.dumps(list(lengths_by_stage.items())))}
+        copy = {stage: tuple(lengths) for stage, lengths in json.loads(json.dumps(list(lengths_by_stage.items())))}
         used = [
             (number, stage)
             for number, stages in enumerate(buffers)
@@ -198,10 +198,10 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
             filled.add(number)
             # What lies in another buffer stays there.
             assert {buffer: first.place(buffer, []) for buffer in rooms} == rooms
-            assert second.make_room(number, grown, told) == nbytes
+            assert second.make_room(number, grown, copy) == nbytes
             assert first.pieces == second.pieces == [*before, *([nbytes] if nbytes else [])]
             piece, offsets = first.place(number, sizes[grown])
-            assert (piece, offsets) == second.place(number, told[grown])
+            assert (piece, offsets) == second.place(number, copy[grown])
             assert offsets[-1] + sizes[grown][-1] <= first.pieces[piece]
             assert first.make_room(number, grown, lengths_by_stage) == 0
 

@@ -26,14 +26,14 @@ def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
     """Both ends of a trial, in a thread each; the evictor's first."""
     device = cuda.device()
     device.device = torch.device("cpu")
-    found: dict[bool, tuple[float, str | None]] = {}
+    results: dict[bool, tuple[float, str | None]] = {}
 
     def end(control: object, evictor: bool) -> None:
         transport = Peer(control, DeviceMemory(cuda.device()), AtOnce(), AtOnce())  # type: ignore[arg-type]
-        found[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
+        results[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
 
-    together(*(partial(end, *each) for each in zip(controls(rendezvous=True), (True, False), strict=True)))
-    return [found[True], found[False]]
+    together(*(partial(end, *arguments) for arguments in zip(controls(rendezvous=True), (True, False), strict=True)))
+    return [results[True], results[False]]
 
 
 def test_a_trial_that_succeeds_leaves_nothing(cuda: FakeCuda) -> None:
@@ -91,18 +91,18 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
     """It hung until NCCL's watchdog ended the process, with peer and host yet to be tried."""
     monkeypatch.setattr(connect, "GRACE_S", 0.1)
     transports = [Hanging(is_aborted_at_all=is_aborted_at_all) for _ in range(2)]
-    found: dict[bool, tuple[float, str | None]] = {}
+    results: dict[bool, tuple[float, str | None]] = {}
 
     emptied: list[None] = []
 
     def end(control: Any, transport: Any, evictor: bool) -> None:
         device = copy.copy(CPU)
         device.empty_cache = lambda: emptied.append(None)  # type: ignore[method-assign]
-        found[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
+        results[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
 
-    together(*(partial(end, *each) for each in zip(controls(), transports, (True, False), strict=True)))
-    assert [one.num_aborts for one in transports] == [1, 1]
+    together(*(partial(end, *arguments) for arguments in zip(controls(), transports, (True, False), strict=True)))
+    assert [transport.num_aborts for transport in transports] == [1, 1]
     assert len(emptied) == 2
-    for speed, why in found.values():
+    for speed, why in results.values():
         assert speed == 0.0
         assert why == "nothing arrived within 0.2 s (half of --bpipe-timeout)"

@@ -34,8 +34,8 @@ def test_help_is_one_screen_by_task_and_the_rest_is_said(name: str, capsys: pyte
         assert text.split()[0] in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help-all"])
-    every = capsys.readouterr().out
-    assert [flag.field for flag in command.flags if flag.name not in every] == []
+    help_text = capsys.readouterr().out
+    assert [flag.field for flag in command.flags if flag.name not in help_text] == []
 
 
 def test_the_trainer_s_parser_has_every_row_of_its_table() -> None:

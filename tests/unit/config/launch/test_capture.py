@@ -152,10 +152,10 @@ def captured(script: str, *arguments: str, timeout_s: float = 50.0) -> tuple[lis
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_gives_its_launches_and_starts_none(name: str, place: Path) -> None:
-    script, wanted = SCRIPTS[name]
+    script, expected = SCRIPTS[name]
     launches, result = captured(script, "2")
     # Of nodes that are started together, any may be the last.
-    assert [re.sub(r"(?<=--node_rank )\d", "N", launch) for launch in launches] == wanted, result.last_lines
+    assert [re.sub(r"(?<=--node_rank )\d", "N", launch) for launch in launches] == expected, result.last_lines
     assert not (place / "STARTED").exists()
     assert processes_of(place) == []
 
@@ -207,8 +207,8 @@ def test_a_job_of_slurm_runs_on_a_laptop(
     (place / "train.sbatch").write_text(SBATCH)
     assert main(["capture", "--output", "launch.json", "--", "train.sbatch"]) == 0
     printed = capsys.readouterr()
-    wanted = "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-endpoint node0:20001 pretrain_gpt.py"
-    assert printed.out == f"{wanted} {SIZES} --data-path 0.5 a 0.5 b\n"
+    expected_command = "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-endpoint node0:20001 pretrain_gpt.py"
+    assert printed.out == f"{expected_command} {SIZES} --data-path 0.5 a 0.5 b\n"
     assert "everything in the script runs, but torchrun" in printed.err
     (launch,) = json.loads(Path("launch.json").read_text())["launches"]
     assert launch["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -268,7 +268,7 @@ def test_a_command_that_cannot_run_is_named(place: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ("-N 4 --ntasks-per-node 8 --gres=gpu:h100:4", "NNODES=4 NTASKS=32 GPUS_ON_NODE=4 JOB_NODELIST=node[0-3]"),
         ("-n64 --ntasks-per-node=8 -G 64", "NNODES=8 NTASKS=64 GPUS_ON_NODE=8 TASKS_PER_NODE=8(x8)"),
@@ -277,9 +277,9 @@ def test_a_command_that_cannot_run_is_named(place: Path, capsys: pytest.CaptureF
         ("--gpus-per-node=a100:4", "GPUS_PER_NODE=a100:4 GPUS_ON_NODE=4 JOB_ID=1"),
     ],
 )
-def test_options_set_the_variables_of_slurm(options: str, wanted: str, place: Path) -> None:
+def test_options_set_the_variables_of_slurm(options: str, expected: str, place: Path) -> None:
     variables = slurm_variables(options.split())
-    assert {f"SLURM_{pair}" for pair in wanted.split()} <= {f"{name}={value}" for name, value in variables.items()}
+    assert {f"SLURM_{pair}" for pair in expected.split()} <= {f"{name}={value}" for name, value in variables.items()}
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
     """One layer less on the first and on the last stage."""
     layers = split_layers(126, 64, allow_uneven=True)
     assert layers == (1, *(2,) * 62, 1)
-    wanted = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    assert split_flags(layers, 16) == ["--num-layers-per-virtual-pipeline-stage", "2", *wanted]
+    account_flags = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    assert split_flags(layers, 16) == ["--num-layers-per-virtual-pipeline-stage", "2", *account_flags]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
     command = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
     assert main([*command, *launch, *uniform, "--my-own-flag"]) == 0
     result = json.loads(capsys.readouterr().out)
-    wanted = {
+    expected = {
         "recompute": "none",
         "micro_batch": 2,
         "pipeline": 4,
@@ -238,7 +238,7 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
         "layers": [2, 2, 2, 2],
         "precision": "fp32",
     }
-    assert wanted.items() <= result["configuration"].items()
+    assert expected.items() <= result["configuration"].items()
     assert result["launch"] == {
         "notes": [
             "--attention-backend auto is predicted as flash",

@@ -17,7 +17,7 @@ from bpipe.schedule.host_buffers import Residency, host_buffers
 from bpipe.schedule.lowering import lower
 from bpipe.schedule.program import Exchange, Step, steps
 from bpipe.schedule.schedule import Schedule
-from tests.support.hand_made import STOOD, far_ahead, host_first, with_late_loads
+from tests.support.hand_made import PLANNED_WAITS, far_ahead, host_first, with_late_loads
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
@@ -61,7 +61,7 @@ def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int]) -> 
 def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> None:
     """With one queue 13 of these 60 deadlocked: a pair's last transfers came before the last gradient."""
     for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
-        assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
+        assert not any(blocked_ranks(schedule, waits) for waits in PLANNED_WAITS)
 
 
 def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
@@ -109,10 +109,10 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
         schedule = build(ScheduleConfig("1f1b", p, m, num_chunks=1, balance=BalanceConfig()))
         verdicts = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
         assert [bool(blocked) for blocked in verdicts.values()] == [waits >= stuck_from for waits in WaitLevel]
-        told = {blocked.message for blocked in verdicts[stuck_from]}
-        assert "the communicator of all ranks to be made" in told
+        messages = {blocked.message for blocked in verdicts[stuck_from]}
+        assert "the communicator of all ranks to be made" in messages
         if p == 8:
-            assert "the sizes of what 1HOST3 carries" in told
+            assert "the sizes of what 1HOST3 carries" in messages
             assert {blocked.peer for blocked in verdicts[stuck_from]} == {1, 6}
 
 
@@ -184,7 +184,7 @@ def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
 def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
     """A host waits for the lengths of storages; two ranks that host before they evict would wait for each other's."""
     schedule = host_first()
-    for waits in STOOD:
+    for waits in PLANNED_WAITS:
         assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
         blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
         assert next((block.rank, block.peer, block.message) for block in blocked) == (
@@ -224,7 +224,7 @@ POSTED = [
 def test_no_family_deadlocks_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
     for balancing in (None, BalanceConfig()):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=balancing, exchange=Exchange.POSTED))
-        assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
+        assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in PLANNED_WAITS)
 
 
 def test_without_a_hook_at_the_start_acceptors_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Slot
-from tests.support.hand_made import STOOD
+from tests.support.hand_made import PLANNED_WAITS
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
 TORCH = """\
@@ -118,7 +118,7 @@ def test_align_moves_the_pair_as_one() -> None:
 
 
 def test_it_cannot_deadlock() -> None:
-    for waits in STOOD:
+    for waits in PLANNED_WAITS:
         assert blocked_ranks(OVERLAPPED, waits) == ()
     single = read_csv("0F0,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n")
     check(single)

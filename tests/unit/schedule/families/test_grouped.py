@@ -117,8 +117,8 @@ def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: i
         ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, discipline)
         for discipline in Discipline
     ]
-    every = [order for rule in rules if (order := schedule_list(taken, p, ticks, rule)) is not None]
-    first = min(every, key=lambda order: order.makespan)
+    orders = [order for rule in rules if (order := schedule_list(taken, p, ticks, rule)) is not None]
+    first = min(orders, key=lambda order: order.makespan)
     assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group_size=group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
         order, shorter = (

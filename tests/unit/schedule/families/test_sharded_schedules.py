@@ -20,7 +20,7 @@ from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from tests.support.hand_made import STOOD
+from tests.support.hand_made import PLANNED_WAITS
 
 ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
 SPLIT = (ONE, TWO, INTERLACED)
@@ -67,7 +67,7 @@ def test_any_number_of_micro_batches_runs_whatever_waits(
     assert schedule.layout == Layout((tuple(range(p)),), vocabulary, input_shards)
     # Where all streams share one queue, collectives of S and T, and of shards of the embedding, would need one order
     # together.
-    for waits in (level for level in STOOD if level < WaitLevel.ONE_QUEUE or not input_shards):
+    for waits in (level for level in PLANNED_WAITS if level < WaitLevel.ONE_QUEUE or not input_shards):
         assert not blocked_ranks(schedule, waits, Exchange.POSTED)
 
 

@@ -159,5 +159,5 @@ def test_the_table_says_what_the_families_are() -> None:
         assert moved == str(plain(Fraction(sum(num_transfers(balanced, rank).evictions for rank in range(P)), v))), name
         in_v = "V" if plain_one.layout.placements[0][-1] == 0 and v > 1 else ""
         pipes = "bidirectional" if family.num_pipes > 1 else ""
-        wanted = ["split" if family.splits else "", in_v or ("chunks" if v > 1 else ""), pipes]
-        assert needs.strip() == ", ".join(filter(None, wanted)), name
+        expected_needs = ["split" if family.splits else "", in_v or ("chunks" if v > 1 else ""), pipes]
+        assert needs.strip() == ", ".join(filter(None, expected_needs)), name

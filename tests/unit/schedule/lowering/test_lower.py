@@ -461,17 +461,17 @@ def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch:
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b-split", "zb-h1"])
 def test_no_more_is_kept_however_many_micro_batches_there_are(name: str) -> None:
-    kept = [most_kept(build(ScheduleConfig(name, 4, m))) for m in (8, 64)]
-    assert kept[0] == kept[1] <= 8
+    peaks = [most_kept(build(ScheduleConfig(name, 4, m))) for m in (8, 64)]
+    assert peaks[0] == peaks[1] <= 8
 
 
 def most_kept(schedule: Schedule) -> int:
     peak = 0
     for program in lower_as_run(schedule, Exchange.POSTED):
-        kept = 0
+        num_kept = 0
         for instruction in program.instructions:
-            kept += (instruction.op is Op.SEND) - lets_go(instruction, program)
-            peak = max(peak, kept)
+            num_kept += (instruction.op is Op.SEND) - lets_go(instruction, program)
+            peak = max(peak, num_kept)
     return peak
 
 
@@ -492,18 +492,18 @@ SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
 def test_of_what_all_shards_share_little_is_kept(p: int, m: int, vocabulary: Vocabulary) -> None:
     """The last rank keeps its output until all ranks have it; each rank keeps its part of a gradient."""
     for program in lower_as_run(build(ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)), Exchange.POSTED):
-        dependencies, kept = program.messages.dependencies, set[int]()
+        dependencies, kept_values = program.messages.dependencies, set[int]()
         peaks: Counter[str] = Counter()
         for op, operand in zip(program.ops, program.operands, strict=True):
             if isinstance(operand, int) and op == Op.WAIT:
-                kept.discard(operand)
+                kept_values.discard(operand)
             elif isinstance(operand, int) and op == Op.SEND:
-                kept.add(operand)
-                peaks |= Counter(dependencies.sort(value) for value in kept)
+                kept_values.add(operand)
+                peaks |= Counter(dependencies.sort(value) for value in kept_values)
         assert peaks["statistics"] == 1
         assert peaks["last gradient"] <= 3
         assert program.rank < p - 1 or peaks["output"] <= 3
-        assert not kept
+        assert not kept_values
 
 
 LAYOUTS = {
