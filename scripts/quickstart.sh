@@ -153,9 +153,10 @@ bpipe compare "$RESULTS/plain" "$RESULTS/balanced"
 
 bpipe report "$RESULTS/balanced" --baseline "$RESULTS/plain" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json" \
     >"$RESULTS/report.txt"
+# Its table: what every stage held, and would have held without balancing.
+sed -n '/held activations/,/^$/p' "$RESULTS/report.txt"
 
 # The answer once more at the end, where a terminal shows it: the fullest stage before and after.
-echo
 "$PYTHON" - "$RESULTS" "$CALLER" <<'PROGRAM'
 import json, sys
 from pathlib import Path

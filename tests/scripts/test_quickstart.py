@@ -60,7 +60,7 @@ def environment(tmp_path: Path) -> Path:
         ("python", f'exec {sys.executable} {folder}/fake.py "$@"'),
         (
             "bpipe",
-            f'if [ "$1" = report ]; then echo "the report of $2 $3 $4"; else exec {sys.executable} -m bpipe "$@"; fi',
+            f'if [ "$1" = report ]; then printf "%s\\n\\n held activations\\n 0 5 (5)\\n\\nmore\\n" "the report of $2 $3 $4"; else exec {sys.executable} -m bpipe "$@"; fi',
         ),
     ):
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
@@ -124,8 +124,12 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     assert "identical: all numbers of" in ended.stdout
     peaks = " -> ".join(f"{max(peak for peak, _ in run):.1f}" for run in (first, last))
     verdict = f"fullest stage {peaks} MiB, {20 if FLAGS[schedule] else 40} iterations identical"
-    assert ended.stdout.endswith(f"to the last bit\n\n{verdict}; open {folder}/report.html\n")
-    assert (folder / "report.txt").read_text() == f"the report of {folder}/balanced --baseline {folder}/plain\n"
+    assert ended.stdout.endswith(
+        f"to the last bit\n held activations\n 0 5 (5)\n\n{verdict}; open {folder}/report.html\n"
+    )
+    assert (
+        (folder / "report.txt").read_text().startswith(f"the report of {folder}/balanced --baseline {folder}/plain\n")
+    )
 
 
 def test_without_one_it_is_1f1b(tmp_path: Path, environment: Path) -> None:

@@ -28,15 +28,7 @@ if goes == "hangs":
     time.sleep(60)
 if goes == "fails":
     sys.exit("CUDA error: nobody knows")
-stages = int(arguments[arguments.index("--pipeline-model-parallel-size") + 1])
-transport = arguments[arguments.index("--bpipe-transport") + 1] if "--bpipe" in arguments else None
-for stage in range(stages):
-    held = 5 if transport else stages - stage
-    report = {"rank": stage, "stage": stage, "balanced": "--bpipe" in arguments, "evictions": 0, "loads": 0}
-    for name in ("peak", "predicted"):
-        report |= {f"{name}_microbatches": held, f"{name}_bytes": held << 20}
-    (folder / f"rank_{stage:05d}.json").write_text(json.dumps(report))
-(folder / "run.json").write_text(json.dumps({"links": [{"transport": transport}]}))
+(folder / "rank_00000.json").write_text(json.dumps({"balanced": "--bpipe" in arguments}))
 with (folder / "iterations.jsonl").open("w") as stream:
     for iteration in range(1, 6):
         loss = 7.0 / iteration + (2**-50 if goes == "differs" and iteration == 3 else 0)
@@ -62,19 +54,19 @@ def smoke(tmp_path: Path, goes: str = "", **environment: str) -> subprocess.Comp
 
 
 def table(ended: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Return each run's row."""
-    return {" ".join(line.split()[:2]): line for line in ended.stdout.splitlines()[1:-1]}
+    """Return each run's verdict."""
+    rows = [line.split("\t") for line in ended.stdout.splitlines()[:-1]]
+    return {f"{layout} {run}": verdict for layout, run, verdict in rows}
 
 
-def test_every_run_is_compared_and_one_table_has_them_all(tmp_path: Path) -> None:
+def test_every_run_is_compared(tmp_path: Path) -> None:
     ended = smoke(tmp_path, LAYOUTS="pipeline interleaved")
     assert ended.returncode == 0, ended.stderr
     rows = table(ended)
     assert list(rows) == [
         f"{layout} {run}" for layout in ("pipeline", "interleaved") for run in ("gloo", "peer", "host", "timers")
     ]
-    assert rows["pipeline peer"].split() == "pipeline peer peer 8.00 5.00 7.0000 to 1.4000 identical".split()
-    assert rows["pipeline timers"].split()[2] == "gloo"
+    assert set(rows.values()) == {"identical"}
     assert ended.stdout.splitlines()[-1] == "all 8 runs train as stock Megatron does, to the last bit"
 
 
@@ -82,10 +74,10 @@ def test_one_bit_is_enough_to_fail_and_the_others_are_tried(tmp_path: Path) -> N
     ended = smoke(tmp_path, "peer=differs gloo=fails")
     assert ended.returncode == 1
     rows = table(ended)
-    assert rows["pipeline peer"].endswith("  DIFFERS")
-    assert rows["pipeline gloo"].endswith("  failed with status 1")
-    assert rows["pipeline host"].endswith("  identical")
-    assert ended.stdout.splitlines()[-1] == "NOT as stock Megatron: pipeline gloo, pipeline peer"
+    assert rows["pipeline peer"] == "DIFFERS"
+    assert rows["pipeline gloo"] == "failed with status 1"
+    assert rows["pipeline host"] == "identical"
+    assert ended.stdout.splitlines()[-1] == "NOT as stock Megatron: see above"
     assert "CUDA error: nobody knows" in ended.stderr, "the log's end is shown"
     assert "iteration 3" in ended.stderr
 
@@ -93,8 +85,8 @@ def test_one_bit_is_enough_to_fail_and_the_others_are_tried(tmp_path: Path) -> N
 def test_what_hangs_is_ended(tmp_path: Path) -> None:
     ended = smoke(tmp_path, "gloo=hangs", LIMIT="3", RUNS_WITH="gloo host")
     assert ended.returncode == 1
-    assert table(ended)["pipeline gloo"].endswith("  stopped after 3 s")
-    assert table(ended)["pipeline host"].endswith("  identical")
+    assert table(ended)["pipeline gloo"] == "stopped after 3 s"
+    assert table(ended)["pipeline host"] == "identical"
 
 
 def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
@@ -130,12 +122,3 @@ def test_a_name_that_is_none_is_refused_before_anything_runs(tmp_path: Path, nam
     assert ended.returncode == 2
     assert re.search(rf"{name}: unknown (layout|run) {value}: choose from ", ended.stderr)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts/smoke_table.py"), str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=50, check=False).returncode == 2
-    (tmp_path / "verdicts.tsv").write_text("")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert ended.returncode == 1
-    assert "no run at all" in ended.stdout
