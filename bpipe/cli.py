@@ -25,7 +25,6 @@ COMMANDS = {
     "fit": "list what would make a launch fit in memory, with the savings and cost of each change",
     "trace": "build a launch's stages at true size without a GPU, and show what they hold",
     "profile": "time one stage of a model on this machine's device",
-    "calibrate": "find how far a cluster is from its predictions, from one run on it",
     "capture": "run a training script with stand-ins for launchers, and print what it would launch",
     "check-launch": "tell whether a launch is supported, guarded or refused, and why",
     "report": "compare a recorded run with its prediction",

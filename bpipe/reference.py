@@ -21,7 +21,7 @@ it has two names, the longer is Megatron's. {_MADE}
 _PAGES = {
     "flags.md": ("Flags for schedules and runs", ("schedule", "capture", "check-launch", "report", "compare")),
     "flags_planning.md": ("Flags for plans", ("simulate", "plan")),
-    "flags_measuring.md": ("Flags for remedies and measurements", ("fit", "trace", "profile", "calibrate")),
+    "flags_measuring.md": ("Flags for remedies and measurements", ("fit", "trace", "profile")),
 }
 
 

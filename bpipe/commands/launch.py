@@ -16,7 +16,6 @@ from bpipe.config.launch.capture import read_launches
 from bpipe.config.launch.megatron_command import Reading, devices_of, read_command, split_command
 from bpipe.config.launch.megatron_settings import unknown_flags, unknown_note, without
 from bpipe.config.launch.validation import Judgement, judge
-from bpipe.plan.calibrate import read_calibration
 from bpipe.plan.options import setup_of
 from bpipe.predict.cluster import Cluster, cluster_named
 from bpipe.predict.layout import Setup
@@ -32,7 +31,7 @@ CONFIGURED: tuple[Group, ...] = (*TRAINED, LAUNCHED)
 _MOST_BYTES = 4_000_000
 REFUSES = "Megatron refuses this launch"
 # What Megatron's flags do not say, or what the launch leaves to its tokenizer.
-_OF_NO_LAUNCH = ("cluster", "calibration", "kernels", "memory", "min_bytes", "vocabulary")
+_OF_NO_LAUNCH = ("cluster", "kernels", "memory", "min_bytes", "vocabulary")
 
 
 def words_of(options: Options) -> list[str] | None:
@@ -137,14 +136,7 @@ def launch_document(reading: Reading) -> dict[str, Any]:
 
 def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
     """Return the cluster. If its text gives no numbers of nodes and devices, they are the launch's."""
-    cluster = cluster_named(options.cluster, None if reading is None else reading.devices)
-    if options.calibration is None:
-        return cluster
-    calibration = read_calibration(options.calibration)
-    try:
-        return calibration.of(cluster)
-    except ValueError as error:
-        raise ValueError(f"--calibration {options.calibration}: {error}") from None
+    return cluster_named(options.cluster, None if reading is None else reading.devices)
 
 
 def measured_of(options: Options) -> tuple[Profile | None, Traced | None]:

@@ -32,7 +32,7 @@ PROGRAM = "megatron.scheduling.trace.stages"
 OF_TORCH = "bpipe.torch.trace"
 MIB = 2**20
 # What is held does not depend on the devices.
-_OF_DEVICES = ("cluster", "calibration", "memory")
+_OF_DEVICES = ("cluster", "memory")
 
 COMMAND = command(
     *(own._replace(flags=tuple(flag for flag in own.flags if flag.field not in _OF_DEVICES)) for own in CONFIGURED),

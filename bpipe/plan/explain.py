@@ -72,13 +72,11 @@ def _remarks(row: Candidate) -> Iterator[str]:
 
 def calibration_lines(cluster: Cluster) -> list[str]:
     """Return lines that say that times are calibrated, or that no run has confirmed their constants."""
-    lines = (
-        [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times those of the formulas"]
-    )
+    lines = [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:g} times those of the formulas"]
     if is_never_calibrated(cluster):
         lines.append(
-            f"never calibrated: no constant of these times comes from a run on {cluster.device.name}; `bpipe calibrate` "
-            f"can use a run of yours"
+            f"never calibrated: no constant of these times comes from a run on {cluster.device.name}; a cluster file "
+            f"can have the time_factor of yours"
         )
     return lines
 

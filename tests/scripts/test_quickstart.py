@@ -16,6 +16,7 @@ from bpipe.schedule.memory import num_transfers, peak_counts
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {"grouped-interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"], "zb-h1": []}
 
+TABLE = "\\n held activations\\n 0 5 (5)\\n\\nmore\\n"
 # Replaces Python: the environment has everything, and a training writes its command line and the report of a run that
 # held what $HELD says.
 FAKE = """
@@ -60,7 +61,8 @@ def environment(tmp_path: Path) -> Path:
         ("python", f'exec {sys.executable} {folder}/fake.py "$@"'),
         (
             "bpipe",
-            f'if [ "$1" = report ]; then printf "%s\\n\\n held activations\\n 0 5 (5)\\n\\nmore\\n" "the report of $2 $3 $4"; else exec {sys.executable} -m bpipe "$@"; fi',
+            f'if [ "$1" = report ]; then echo "the report of $2 $3 $4"; printf "{TABLE}"; '
+            f'else exec {sys.executable} -m bpipe "$@"; fi',
         ),
     ):
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")

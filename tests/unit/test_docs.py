@@ -31,7 +31,6 @@ MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.m
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that
 # runs it.
 ELSEWHERE = {
-    "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
     "bpipe capture": "tests/unit/config/launch/test_capture.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",

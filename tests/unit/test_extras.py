@@ -52,7 +52,7 @@ def test_command_runs_without_any_package(arguments: tuple[str, ...], words: str
 
 
 def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
-    modules = ("simulate", "plan", "profile", "calibrate", "report", "compare")
+    modules = ("simulate", "plan", "profile", "report", "compare")
     ended = bare(
         f"import importlib; [importlib.import_module('bpipe.commands.' + name) for name in {modules!r}]", tmp_path
     )

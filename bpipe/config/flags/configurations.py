@@ -396,7 +396,6 @@ LAUNCHED = group(
     ),
     text="its flags need not be repeated; flags given here replace them",
 )
-CALIBRATION = Flag("calibration", "--calibration", "correction for this cluster, as `bpipe calibrate` found it", "FILE")
 PROFILE = Flag(
     "profile",
     "--profile",
@@ -404,7 +403,7 @@ PROFILE = Flag(
     "plan considers only what the times cover",
     "FILE",
 )
-MEASURED = group("measurements", CALIBRATION, PROFILE)
+MEASURED = group("measurements", PROFILE)
 
 # Defaults of predictions.
 DEFAULTS: dict[str, object] = {

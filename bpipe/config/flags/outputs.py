@@ -1,21 +1,13 @@
 """Rows of the table for the outputs of commands, and those of a single command."""
 
 from bpipe.config.flags.flag import Flag, Read, number
-from bpipe.config.flags.values import counted, seconds, tolerance
-
-# Iterations that are not steady after a start: libraries load, communicators form and the allocator grows.
-WARM_UP_ITERATIONS = 5
+from bpipe.config.flags.values import tolerance
 
 # -- what is written
 # -------------------------------------------------------------------------------------------------------------------
 
 FORMAT = Flag("format", "--format", "output format (default table)", default="table", choices=("table", "json"))
-OUTPUT = Flag(
-    "output",
-    "--output",
-    "write the result to this file: a schedule, launches, a profile or a calibration",
-    "FILE",
-)
+OUTPUT = Flag("output", "--output", "write the result to this file: a schedule, launches or a profile", "FILE")
 HTML = Flag("html", "--html", "write a self-contained HTML page", "FILE")
 TRACE = Flag("trace", "--trace", "write a timeline as Chrome trace JSON, for ui.perfetto.dev", "FILE")
 
@@ -29,23 +21,6 @@ def rows(default: int, read: Read) -> Flag:
 # -----------------------------------------------------------------------------------------------------------------
 
 EMIT_ARGS = number("emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW")
-
-RUN = Flag("run_of", "", "the run's --bpipe-report folder, or the log that Megatron printed", "RUN", count="?")
-WARM_UP = Flag(
-    "warm_up",
-    "--warm-up",
-    f"iterations to leave out after a start (default {WARM_UP_ITERATIONS})",
-    "N",
-    counted,
-    default=WARM_UP_ITERATIONS,
-)
-MEASURED = Flag(
-    "measured",
-    "--measured",
-    "instead of a run: seconds that an iteration of this configuration takes",
-    "SECONDS",
-    seconds,
-)
 
 FOLDER = Flag("folder", "", "the run's --bpipe-report folder", "DIR")
 BASELINE = Flag(

@@ -7,7 +7,6 @@ command ends. No check shares code with the readers.
 """
 
 import json
-import math
 import random
 import re
 import sys
@@ -100,20 +99,6 @@ SOUND_LAUNCH = (
 CAPTURED = json.dumps(
     {"launches": [{"words": ["torchrun", "pretrain_gpt.py", *SOUND_LAUNCH.split()], "environment": {"NCCL_X": "1"}}]}
 )
-TRAINED = "".join(
-    f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | elapsed time per iteration (ms): 10{number % 3}.5 | "
-    "lm loss: 5.5 |\n"
-    for number in range(1, 21)
-)
-OF_TRAINED = (
-    "--vocab-size 50257 --format json -- --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-    "--micro-batch-size 1 --bf16 --global-batch-size 16 --pipeline-model-parallel-size 4"
-)
-
-
-def judge_trained(path: Path, text: str, _: random.Random) -> bool:
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return judge_answer(["calibrate", str(path), "--cluster", "a100-80g:4", *OF_TRAINED.split()])
 
 
 def judge_captured(path: Path, text: str, _: random.Random) -> bool:
@@ -161,9 +146,6 @@ like = "h100-80g"
 name = "ours"
 peak_tflops = 989
 """
-
-CALIBRATION = {"format": "bpipe-calibration", "version": 1, "device": "a100-80g", "factor": 1.25}
-CALIBRATION |= {"measured_s": 5.0, "predicted_s": 4.0, "source": "run.log", "configuration": {"tensor": 4}}
 
 
 def profile_texts(_: Path) -> list[str]:
@@ -221,18 +203,6 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
     file = path.with_suffix(".toml" if "[device]" in text and not text.startswith("{") else ".json")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     return judge_answer([*SIMULATE, "--cluster", str(file), "--model", "gpt3-13b"])
-
-
-def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
-    """Check that an accepted factor follows from its seconds, and is one that a cluster can have."""
-    document = _simulated(path, text, "--calibration", path)
-    if document is None:
-        return False
-    factor, measured_s = document["factor"], document["measured_s"]
-    follows = not isinstance(factor, bool) and math.isclose(factor * document["predicted_s"], measured_s, rel_tol=2e-3)
-    if not follows or not 0.5 <= factor <= 2:
-        raise Wrong(f"a factor of {factor} was accepted")
-    return True
 
 
 # Numbers in a report: text, lists or negative numbers in their place must be refused.

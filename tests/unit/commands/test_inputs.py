@@ -113,7 +113,7 @@ def test_more_pipes_than_rules_know_are_refused(
 def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.log"
     path.write_text(f"{'-' * 24} arguments {'-' * 24}\n{row}\n" * 2)
-    assert "missing: give them" in refused(["calibrate", str(path), "--cluster", "a100-80g:4"], capsys)
+    assert "no iteration in it" in refused(["compare", str(path), str(path)], capsys)
 
 
 def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
@@ -157,8 +157,6 @@ READERS = {
     "profile": Reader(judges.profile_texts, damaged_json, judges.judge_profile),
     "config": Reader(judges.config_texts, damaged_json, judges.judge_config),
     "cluster": Reader(judges.cluster_texts, judges.damaged_cluster, judges.judge_cluster),
-    "calibration": Reader(lambda _: [json.dumps(judges.CALIBRATION)], damaged_json, judges.judge_calibration),
-    "trained": Reader(lambda _: [judges.TRAINED], damaged_text, judges.judge_trained),
     "captured": Reader(lambda _: [judges.CAPTURED], damaged_json, judges.judge_captured),
     "launch": Reader(lambda _: [judges.SOUND_LAUNCH], damaged_text, judges.judge_launch),
 }

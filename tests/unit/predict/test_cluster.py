@@ -47,6 +47,21 @@ def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_pa
         parse_cluster("a100-80g:4x8@0.0")
 
 
+def test_a_factor_multiplies_all_times_and_is_no_mistake(tmp_path: Path) -> None:
+    path, usual = tmp_path / "cluster.toml", tmp_path / "usual.toml"
+    usual.write_text(OWN)
+    path.write_text(f"time_factor = 1.2\n{OWN}")
+    model = PRESETS["llama3-8b"]
+    setups = [Setup(model, read_cluster(file), 4, 4, 1, 16, 8192, (8,) * 4, "none", "flash") for file in (usual, path)]
+    plain_s, slower_s = (predict(setup).timing.iteration_s for setup in setups)
+    assert slower_s == pytest.approx(1.2 * plain_s)
+    assert configuration(setups[1])["calibration_factor"] == 1.2
+    for factor in ("0.4", "2.5", '"much"', "true"):
+        path.write_text(f"time_factor = {factor}\n{OWN}")
+        with pytest.raises(ValueError, match=r"cluster\.toml: time_factor is .* must be a number from 0\.5 to 2"):
+            read_cluster(path)
+
+
 def test_racks_are_nodes_that_one_link_joins(tmp_path: Path) -> None:
     racks, nodes, launched = (
         parse_cluster("gb200-nvl72:2"),
