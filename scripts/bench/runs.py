@@ -4,7 +4,6 @@ Nothing is fitted here: all runs are predicted with the constants of bpipe.predi
 """
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,10 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.balance.config import named_balance
 from bpipe.build import build
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing
-from bpipe.predict.activations import moved_bytes, saves_input
 from bpipe.predict.cluster import GIB, parse_cluster
 from bpipe.predict.costs import links, predict_costs, update_seconds
 from bpipe.predict.flops import mfu, training_flops
@@ -27,10 +24,7 @@ from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.predict.sizes import LINK_EFFICIENCY, LINK_LATENCY_S, sent_bytes
 from bpipe.predict.training import Fp8, Switches
-from bpipe.record.format import Sizes
-from bpipe.record.report.memory import rank_peaks
 from bpipe.schedule.families.families import default_family
-from bpipe.schedule.host_buffers import num_host_buffers
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import CollectiveCost, Costs, ShardCost, StageCost
@@ -429,50 +423,3 @@ def _bridge_row(row: dict[str, str], setup: Setup) -> Row:
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, setup.padded_vocabulary)
     reached = flops / _iteration_s(setup) / setup.cluster.num_devices / 1e12
     return Row(row["source"], row["model"], "tflops_per_gpu", float(row["tflops_per_gpu"]), reached, setup)
-
-
-# -- this project's own runs
-
-# The default of --bpipe-min-bytes: smaller storages stay where they are.
-MINIMUM_BYTES = 65536
-
-
-class CpuRun(NamedTuple):
-    """Peaks of saved activations of one run on CPUs, in bytes per stage, as recorded in tests/data/cpu_runs.json."""
-
-    name: str
-    setup: Setup
-    measured: tuple[int, ...]
-    predicted: tuple[int, ...]
-
-
-@cache
-def cpu_runs() -> tuple[CpuRun, ...]:
-    recorded = json.loads((DATA / "cpu_runs.json").read_text())
-    models = {name: Model(name=name, **sizes) for name, sizes in recorded["models"].items()}
-    compared = []
-    for run in recorded["runs"]:
-        choices = {"kernels": "cpu", **run["setup"]}
-        model = models[choices.pop("model")]
-        sizes = [choices.pop(name) for name in ("tensor", "pipeline", "micro_batch", "global_batch")]
-        choices |= {"balance": named_balance(choices["balance"]), "sequence": model.sequence}
-        setup = setup_of(model, f"a100-80g:{sizes[0] * sizes[1]}", *sizes, **choices)
-        compared.append(CpuRun(run["name"], setup, tuple(run["peak_bytes"]), _peaks_as_recorded(setup)))
-    return tuple(compared)
-
-
-def _peaks_as_recorded(setup: Setup) -> tuple[int, ...]:
-    """Return what a run records: its micro-batches, host buffers, and the stage's input, which Megatron's loop keeps."""
-    schedule, stages = build(setup.program()), range(setup.num_stages)
-    saved = [moved_bytes(setup, stage, 1) for stage in stages]
-    moved = [moved_bytes(setup, stage, MINIMUM_BYTES) for stage in stages]
-    peaks = []
-    for rank in range(setup.pipeline):
-        received = sent_bytes(setup) if rank and saves_input(setup) else 0
-        lent = num_host_buffers(schedule, rank) * moved[setup.pipeline - 1 - rank]
-        of_one, leaving = {rank: saved[rank]}, {rank: moved[rank]}
-        sizes = Sizes(iteration=1, saved_bytes=of_one, moved_bytes=leaving, received_bytes=received, host_bytes=lent)
-        peak = rank_peaks(schedule, rank, sizes).num_bytes
-        assert peak is not None
-        peaks.append(peak)
-    return tuple(peaks)

@@ -24,7 +24,7 @@ SHORT = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 2
 LAUNCH = f"-- {SHORT} --micro-batch-size 2 --pipeline-model-parallel-size 2 --bf16 --vocab-size 1024"
 
 # Importing Megatron and tracing all of them takes half a minute on a machine that does nothing else.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("traced by one process")]
+pytestmark = pytest.mark.timeout(300)
 
 MODELS = ROOT / "tests/data/models"
 DEEPSEEK = f"--model {MODELS}/deepseek_v3.json --pp 4"

@@ -93,7 +93,6 @@ def judgements() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.asks_megatron
-@pytest.mark.xdist_group("judged by one process")
 @pytest.mark.skipif(not validation.is_installed(), reason="Megatron is not installed")
 @pytest.mark.timeout(300)
 class TestMegatron:
