@@ -123,6 +123,7 @@ def test_the_page_on_torchs_pipelining_quotes_the_example() -> None:
     assert len(example.splitlines()) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build_it = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -132,8 +132,8 @@ FUSED = "from tests.gloo.fused import stand_in\nstand_in()\n"
     ("program", "names"),
     [
         (RUN, ("check_patches", "check_beside", "check_shards", "check_placed", "check_sessions")),
-        (FUSED + RUN, ("check_halves",)),
-        (RUN, ("check_slices",)),
+        pytest.param(FUSED + RUN, ("check_halves",), marks=pytest.mark.slow),
+        pytest.param(RUN, ("check_slices",), marks=pytest.mark.slow),
     ],
     ids=["small", "halves", "slices"],
 )
