@@ -43,9 +43,9 @@ step() {
 
 # A process test starts up to eight ranks that wait for each other much of the time: three such tests fill two cores, and more would cause
 # time-outs and need more memory. Files stay whole, because a file shares what it starts, and come in the order of tests/gloo/conftest.py,
-# the longest first: xdist begins with those that have the most tests. On late devices only what names a group stays together.
+# the longest first: xdist begins with those that have the most tests. Cases of a GPU are one file, and share nothing.
 UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile)
-DEVICE_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist loadgroup)
+CASE_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist worksteal)
 PROCESS_WORKERS=(-n 3 --dist loadfile --no-loadscope-reorder)
 
 # test_step NAME [OPTION...] FOLDER...: run pytest on the folders that have tests, because it calls an empty collection an error.
@@ -86,8 +86,8 @@ test_step "tests of terra" -c terra/pyproject.toml "${UNIT_WORKERS[@]}" terra/te
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
     # In processes of their own, because a process has only one kind of accelerator.
-    test_step "devices that run late" "${DEVICE_WORKERS[@]}" tests/late
-    test_step "cases of a GPU, on such devices" "${DEVICE_WORKERS[@]}" tests/gpu
+    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late
+    test_step "cases of a GPU, on such devices" "${CASE_WORKERS[@]}" tests/gpu
     test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/browser
     finish
 fi

@@ -46,9 +46,12 @@ for command in json.load(open(sys.argv[2])):
     with contextlib.redirect_stdout(output):
         args = arguments.parse_args()
         arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-    values = {name: getattr(args, name) for name in WANTED} # Without a GPU, a transport that needs one would be
-    refused. args.bpipe_transport = "auto" config = config_from_args(args) balance = config.balance is not None parsed =
-    {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": output.getvalue()}
+    values = {name: getattr(args, name) for name in WANTED}
+    # Without a GPU, a transport that needs one would be refused.
+    args.bpipe_transport = "auto"
+    config = config_from_args(args)
+    balance = config.balance is not None
+    parsed = {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": output.getvalue()}
     print("PARSED", json.dumps(parsed | values))
 """
 WANTED = (

@@ -18,8 +18,7 @@ from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
 
-# One worker trains all cases, so all tests run there.
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("trainer on late devices")]
+pytestmark = pytest.mark.timeout(1200)
 
 BPIPE = "--bpipe --bpipe-min-bytes 1024 --bpipe-poison --bpipe-timeout 60 --bpipe-transport"
 BATCH = "--global-batch-size 16"
@@ -138,8 +137,9 @@ def test_late_devices_train_as_the_stock_loop_on_cpus(on_cpus: Outcome, on_late_
 def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     for transport in ("nccl", "peer"):
         assert f"bpipe:   stages 0 and 3: {transport} " in on_late_devices.said(transport)
+    # The pair's transport is what a busy machine measured as the fastest.
     tiers = on_late_devices.said("all_hosts")
-    for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's CPU memory: host " for stage in range(3))):
+    for link in ("stages 0 and 3: ", *(f"stage {stage} and its node's CPU memory: host " for stage in range(3))):
         assert f"bpipe:   {link}" in tiers
 
 
