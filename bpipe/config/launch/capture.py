@@ -87,8 +87,10 @@ def capture(command: Sequence[str], timeout_s: float) -> Capture:
             status = None
             try:
                 status = process.wait(timeout_s)
-                end = time.monotonic() + _GRACE_S
-                while _processes(folder) and time.monotonic() < end:
+                end, looks = time.monotonic() + _GRACE_S, 0
+                # A process has no environment for a moment while it becomes another program.
+                while looks < 3 and time.monotonic() < end:
+                    looks = 0 if _processes(folder) else looks + 1
                     time.sleep(0.05)
             except subprocess.TimeoutExpired:
                 pass
