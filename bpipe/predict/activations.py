@@ -19,7 +19,6 @@ from bpipe.predict.layer_variants import LayerKind
 from bpipe.predict.layers.attention import core_bytes
 from bpipe.predict.layers.ends import embedding_saved, final_norm_saved, last_saved
 from bpipe.predict.layers.layer import layer_after_input, layer_bytes, saved_within
-from bpipe.predict.layers.norms import keeps_received
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.recompute import NO_RECOMPUTATION, LayerScope
 from bpipe.predict.sizes import Saved, sent_bytes, total
@@ -94,13 +93,6 @@ def _shares_input(setup: Setup) -> bool:
     """Whether a stage's input is saved as another tensor of the same storage, as Megatron does for recomputation."""
     alone = setup.kernels == "cpu" or setup.model.latent is not None
     return alone and "layernorm" in setup.recomputed.modules
-
-
-def saves_input(setup: Setup) -> bool:
-    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
-    instead, a norm that is recomputed another tensor of the same storage."""
-    scope = setup.recomputed.scope(0)
-    return scope.whole or (keeps_received(setup) and not _shares_input(setup))
 
 
 def again_bytes(setup: Setup, kinds: Sequence[LayerKind]) -> int:

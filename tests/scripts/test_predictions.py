@@ -11,13 +11,14 @@ import pytest
 from bpipe.balance.config import named_balance
 from bpipe.build import build
 from bpipe.predict import cluster
-from bpipe.predict.activations import moved_bytes, saves_input
+from bpipe.predict.activations import moved_bytes
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import Model
 from bpipe.predict.sizes import sent_bytes
 from bpipe.record.format import Sizes
 from bpipe.record.report.memory import rank_peaks
 from bpipe.schedule.host_buffers import num_host_buffers
+from tests.support.predicted import saves_input
 
 # Some published runs are predicted in forty configurations, which takes a quarter of a minute. The snapshots of
 # commands also show whether a prediction changes.

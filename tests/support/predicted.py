@@ -1,4 +1,5 @@
-"""References for predictions: every setup of a space, bounds from whole costs, and parameters of models."""
+"""References for predictions: every setup of a space, bounds from whole costs, parameters of models, and whether a
+stage's input is saved."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from bpipe.plan import bounds
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.search import Members
 from bpipe.plan.space import Space, enumerate_branches, setups_of
+from bpipe.predict import activations
 from bpipe.predict.flops import layer_parameters
+from bpipe.predict.layers.norms import keeps_received
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import Model
 
@@ -32,6 +35,13 @@ def every_setup(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setu
 def lower_bound_s(setup: Setup) -> float:
     """Return the bound of `Bounds`, computed from the costs of the whole setup without a cache."""
     return bounds._bound(setup, bounds._work_of(setup, None)) + bounds._update_s(setup, None)
+
+
+def saves_input(setup: Setup) -> bool:
+    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
+    instead, a norm that is recomputed another tensor of the same storage."""
+    scope = setup.recomputed.scope(0)
+    return scope.whole or (keeps_received(setup) and not activations._shares_input(setup))
 
 
 def num_parameters(model: Model) -> int:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.predict.activations import saves_input, stage_bytes, stage_saved
+from bpipe.predict.activations import stage_bytes, stage_saved
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layers.layer import layer_after_input, layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt, llama
 from bpipe.predict.sizes import total
+from tests.support.predicted import saves_input
 
 # That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.
 SMALL = Setup(
