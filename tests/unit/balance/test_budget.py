@@ -1,4 +1,4 @@
-"""Balancing in bytes: as little as possible is evicted, host buffers count all the time, and no other plan needs less."""
+"""Balancing within budgets in bytes: no other plan evicts less or needs less, and host buffers always count."""
 
 import random
 from contextlib import suppress
@@ -59,7 +59,7 @@ def test_nothing_leaves_where_there_is_room() -> None:
 
 
 def test_the_heavy_rank_sends_wherever_it_is() -> None:
-    """If the last chunk has an output layer, its rank is the evictor."""
+    """If the last stage, with an output layer, is the largest, its rank evicts."""
     plain = generate("interleaved-1f1b", 4, 8, 2)
     sizes = [100] * 7 + [900]
     memory = memory_of(sizes)
@@ -99,7 +99,7 @@ def test_whom_it_refuses() -> None:
 
 
 def test_who_lacks_most_is_paired_with_who_has_most_to_spare() -> None:
-    """By room that is left, not by what a rank holds or has room for."""
+    """By the room that is left, not by what a rank holds or by its budget."""
     rooms = ActivationBudget((400, 100, 200, 300), memory_of([100] * 4))
     assert chosen_partners(generate("1f1b", 4, 8), rooms) == (2, 3, 0, 1)
 
@@ -142,9 +142,9 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
-    """Return plans for every set of the sender's micro-batches, with every slot for leaving and every slot for return.
+    """Return a plan for each set of the sender's micro-batches and each choice of their eviction and load slots.
 
-    Later evictions and earlier loads free less on the sender; they are tried because the host needs room, too.
+    Later evictions and earlier loads free less on the sender; they are tried because they need less room on the host.
     """
     slots = {kind: {} for kind in (Kind.FORWARD, Kind.BACKWARD)}
     for slot, cell in enumerate(schedule.ranks[sender]):
@@ -230,7 +230,7 @@ def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
 
 
 def test_a_budget_lets_no_more_leave_than_must() -> None:
-    """As many of ten layers leave as suffice; the smallest budget is below that of whole micro-batches."""
+    """Evicting only some of a stage's ten layers moves less, and keeps smaller budgets, than whole micro-batches."""
     setup = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 32, 8192, (10,) * 8, "none")
     devices = predicted_devices(setup, [2**40])
     alone = max(devices.need_bytes(devices.schedule))

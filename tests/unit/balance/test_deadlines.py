@@ -1,4 +1,4 @@
-"""Transfers issued in time: never more waiting by simulation, all budgets kept, no change with fast links."""
+"""Issuing transfers in time: never more waiting in simulation, all budgets kept, no change with fast links."""
 
 import random
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from bpipe.simulate.engine import simulate
 
 @dataclass(frozen=True)
 class Drawn:
-    """A schedule, what it costs, and a plan within rooms that are smaller than what ranks would hold."""
+    """A schedule, its costs, and a plan within budgets below the fullest rank's peak."""
 
     plain: Schedule
     costs: Costs
@@ -44,7 +44,7 @@ class Drawn:
 
 
 def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | None:
-    """Return a random case; None if no plan keeps the rooms."""
+    """Return a random case, or None if no plan keeps its budgets."""
     rng = random.Random(seed)
     name, chunks = rng.choice([("1f1b", 1), ("interleaved-1f1b", 2), ("v-half", 2), ("zb-h1", 1)])
     p = rng.choice([4, 6])
@@ -67,7 +67,7 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
 
 
 BEHIND = {seed: case for seed in range(120) if (case := drawn(seed, (HOST, ALL))) is not None}
-# In the last one nobody waits any more afterwards.
+# In case 437 no rank waits any more once transfers are issued in time.
 CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is not None}
 
 
@@ -121,7 +121,7 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
                 )
                 == schedule
             )
-            # As older records have it.
+            # Older records have no `own_s`.
             assert balance_in_time(case.planned, case.activation_budget, replace(costs, own_s=())) is case.planned
         fit = plan_budget.in_time(case.found, case.plain, case.costs)
         before, after = simulate(case.planned, case.costs), simulate(fit.schedule, case.costs)
@@ -163,10 +163,9 @@ def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
 
 
 def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None:
-    """Half a micro-batch of stage 0 leaves during a long forward; between two backwards of a second is a bubble of a
-    second.
+    """Stage 0 evicts half a micro-batch during a long forward; between its backwards of 1 s are bubbles of 1 s.
 
-    From the bubble after the first backward on, five slots before the load's backward, there is room.
+    There is room from the bubble after the first backward on, five slots before the load's backward.
     """
     plain = FAMILIES["1f1b"].generate(6, 6, 1)
     memory = memory_of([100] * 6, [50] * 6)
@@ -180,7 +179,7 @@ def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None
     assert need - slot == 5
 
     def exposed(seconds: int) -> int:
-        """A wait is reported if a transfer takes so long."""
+        """Return the longest wait if each transfer takes this long."""
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)
@@ -199,7 +198,7 @@ def test_what_is_waited_for_all_the_same_is_said() -> None:
     assert plan_lines(fit)[-1].startswith("not every transfer ends before it is needed")
     assert f"{max(fit.exposed_s):.3f} s" in plan_lines(fit)[-1]
     assert plan_values(fit)["exposed_s"] == list(fit.exposed_s)
-    # Nobody asked, so nothing is said.
+    # A plan that was not simulated reports none.
     assert "exposed_s" not in plan_values(case.found)
 
 

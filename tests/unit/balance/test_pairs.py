@@ -1,4 +1,4 @@
-"""Balancing of pairs: within which bounds, by which transfers, and no lower than is possible."""
+"""Balancing within pairs: the smallest bounds, and the transfers that keep them."""
 
 import random
 from collections.abc import Iterator
@@ -30,10 +30,9 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
     ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
 )
 def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
-    """A load right before its backward had only one slot to run in: three in 1F1B's cool-down fell into bubbles, and a
-    stage without bubbles waited for each of them.
+    """Loads once came right before their backwards and had one slot to run in: a stage without bubbles waited for each.
 
-    An eviction's memory is needed in the next slot, so a run waits there for the end of the eviction, not earlier.
+    The slot after an eviction needs its memory; only there does a run wait for the eviction to end.
     """
     for p, m in ((4, 8), (6, 6), (8, 16)):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
@@ -50,7 +49,7 @@ def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int
 
 
 def test_interleaved_evicts_the_furthest_needed() -> None:
-    """Evicting the latest finished instead costs 3 evictions here, because backwards are not first in, first out."""
+    """Evicting the latest forward instead takes 3 evictions here: backwards are not first in, first out."""
     balanced = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
     assert num_transfers(balanced, 0) == (2, 2, 0, 0)
     assert num_transfers(balanced, 3) == (0, 0, 2, 2)
@@ -69,7 +68,7 @@ def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_f
 
 
 def test_pairs_that_could_keep_less_hold_as_much_as_the_heaviest() -> None:
-    """Ranks 0 and 6 need 6; 1 and 7 and the others evict no more than this bound requires."""
+    """Ranks 0 and 6 need a bound of 6, so all pairs get it and evict no more than it requires."""
     plain, partners = generate("1f1b", 8, 16), (6, 7, 5, 4, 3, 2, 0, 1)
     balanced = balance(plain, None, partners)
     assert balanced == balance(plain, [6] * 8, partners)
@@ -95,7 +94,7 @@ def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
 
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
 def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) -> None:
-    """Also if fewer micro-batches than ranks make the first ranks equally heavy, and in larger groups."""
+    """Also in larger groups, and if the first ranks are equally heavy because there are few micro-batches."""
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
@@ -109,7 +108,7 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
         (
             (5, 6, 7, 8, 8, 7, 6, 5),
             (3, 2, 1, 0, 7, 6, 5, 4),
-        ),  # two pipes in opposite directions: each half is a pipeline's
+        ),  # two pipes in opposite directions: each half is paired on its own
         ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
         ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # among equally light ranks the opposite one; one is left over
         ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
@@ -165,7 +164,7 @@ def mu_opt(num_stages: int) -> int:
 
 
 def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]]]:
-    """Kim et al. 2023, Algorithm 1; "latest finished forward" for the index of slot i-3, which may be a bubble."""
+    """Algorithm 1 of Kim et al. 2023, with "latest finished forward" instead of slot i-3, which may be a bubble."""
     p, m = schedule.num_stages, schedule.num_microbatches
     row = [slot.compute for slot in schedule.ranks[stage]]
     plan: dict[int, set[tuple[str, int]]] = {}
@@ -244,8 +243,7 @@ def test_balancing_1f1b_is_algorithm_1(p: int, m: int) -> None:
         printed = placed(algorithm_1(plain, stage))
         assert slots.keys() == printed.keys()
         for transfer, slot in slots.items():
-            # Loads come as soon as the bound has room for them, where the algorithm leaves them the slot before their
-            # backward.
+            # Loads come as soon as the bound has room; the algorithm puts them in the slot before their backward.
             assert slot == printed[transfer] or (transfer[0] == "LOAD" and slot < printed[transfer])
         acceptor = p - 1 - stage
         assert num_host_buffers(balanced, acceptor) <= max(0, p - stage - mu_opt(p) + 1)
@@ -261,11 +259,11 @@ def test_the_smallest_bound_is_the_papers_once_the_pipeline_is_full(p: int) -> N
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
-# A stage's micro-batch, and the slots of its forward, of the first use of its activations, and of their release.
+# Stage and micro-batch; then the slots of its forward, of the first use of its activations, and of their release.
 Key = tuple[int, int]
 Spans = dict[Key, tuple[int, int, int]]
 Keys = frozenset[Key]
-# For each rank of a pair, the micro-batches that are away, and those that were.
+# For each rank of a pair, the micro-batches that are away, and those that were loaded again.
 State = tuple[tuple[Keys, Keys], tuple[Keys, Keys]]
 NOTHING: Keys = frozenset()
 
@@ -301,7 +299,7 @@ def subsets(items: list[Key]) -> Iterator[Keys]:
 
 
 def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
-    """Whether any evictions and loads keep both ranks within the bound, if each micro-batch leaves at most once."""
+    """Whether any evictions and loads keep both ranks within the bound, if each micro-batch is evicted at most once."""
     spans = [spans_of(schedule, rank) for rank in pair]
     states: set[State] = {((NOTHING, NOTHING), (NOTHING, NOTHING))}
     for slot in range(len(schedule.ranks[0])):
@@ -338,7 +336,7 @@ def spans_of(schedule: Schedule, rank: int) -> Spans:
 
 
 def moves(spans: Spans, away: Keys, retained: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
-    """Yield what a rank may load and evict during a slot. What its next slot needs has to come back now."""
+    """Yield what a rank may load and evict in a slot. What the next slot needs has to be loaded now."""
     due = {key for key in away if spans[key][1] == slot + 1}
     may_leave = [
         key
@@ -377,7 +375,7 @@ def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chun
 
 @pytest.mark.slow
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
-    """Loads right before their backwards made partners host too long: 2 % of these can keep one less."""
+    """When loads came right before their backwards, partners hosted too long: 2 % of these could have kept one less."""
     bounds = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
     assert len(bounds) > 700
     assert max(bound - least for bound, least in bounds) <= 1

@@ -164,7 +164,7 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_packing_of_all_is_nearer(seed: int) -> None:
-    """A packing is found whenever one exists."""
+    """A packing is found whenever one exists, and no other costs less."""
     rng = random.Random(seed)
     none = 0
     for _ in range(40):
@@ -199,7 +199,7 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
-    """With equal stages in 1F1B all pairs of mirror images hold the same, so no other rank has more room."""
+    """With equal stages in 1F1B all mirrored pairs hold the same, so no other rank has more room."""
     plain = generate("1f1b", p, m)
     pooled, paired = balance_over_hosts_within(plain, POOL, None), balance(plain)
     assert pooled.bounds == paired.bounds
@@ -228,7 +228,7 @@ def test_who_is_on_the_same_node_comes_before_the_usual_partner() -> None:
 
 
 def test_no_host_buffer_serves_two_ranks() -> None:
-    """The rank that fills a buffer would have to wait for the one that empties it, and neither knows the other."""
+    """In a shared buffer, the rank that fills it would have to wait for another one to empty it."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     gathered = balance_over_hosts(plain, POOL, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
@@ -308,14 +308,14 @@ def in_own(schedule: Schedule, rank: int) -> list[Residency]:
     return [stay for stay, host in hosts_of(schedule, rank).items() if not host.on_device]
 
 
-# Sizes and chunks that each family knows.
+# Ranks, micro-batches and chunks that each family takes.
 SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("hosts", [HOST, ALL])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str) -> None:
-    """`build` checks all rules. What is written is read back unchanged."""
+    """`build` checks all rules. A schedule that is written is read back unchanged."""
     p, m, v = SHAPES[name]
     schedule, paired = (balanced(name, p, m, v, arrangement) for arrangement in (hosts, PAIR))
     assert schedule.bounds is not None
@@ -334,7 +334,7 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
     assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
     with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*CPU memory keeps for all ranks is 2"):
         balanced("1f1b", 4, 8, bounds=(1,))
-    # With one rank for each, each host takes what it can.
+    # With a bound for each rank, only rank 0 evicts.
     assert peak_counts(balanced("1f1b", 4, 8, bounds=(2, 4, 4, 4))) == (2, 3, 2, 1)
     with pytest.raises(BudgetTooSmall, match="rank 0 has no room for even one micro-batch"):
         balance_over_hosts(generate("1f1b", 4, 8), HOST, ActivationBudget((0, 1, 1, 1), memory_of([1] * 4)))
@@ -391,7 +391,7 @@ def test_no_buffer_holds_two_at_once(name: str, v: int, hosts: str) -> None:
     for rank in range(4):
         for buffers in (host_buffers(schedule, rank), host_memory_buffers(schedule, rank)):
             for (stay, buffer), (later, another) in combinations(buffers.items(), 2):
-                first, second = sorted(_away(schedule, of) for of in (stay, later))
+                first, second = sorted(_away(schedule, residency) for residency in (stay, later))
                 assert buffer != another or first[1] < second[0]
 
 
@@ -467,7 +467,7 @@ def least_moved(ways: Collection[tuple[int, int]], size: int, room: int) -> int 
 
 
 def fewest_kept(schedule: Schedule, sizes: Sequence[int], activation_budget: Sequence[int]) -> int:
-    """Return the fewest bytes without a host, over every choice of hosts."""
+    """Return the fewest bytes that no other rank hosts, over every choice of hosts."""
     p = schedule.num_ranks
     senders = [rank for rank in range(p) if hosts_of(schedule, rank)]
     hosts = [rank for rank in range(p) if rank not in senders]

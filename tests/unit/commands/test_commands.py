@@ -22,7 +22,7 @@ BALANCED = [*SIMULATE, "--balance", "bpipe", "--precision", "fp16"]
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command prints, its words and numbers with one space between."""
+    """Return what a command prints, with single spaces."""
     assert main(arguments) == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -53,12 +53,12 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
     flags += ["--gbs", "32"]
     assert "so the replicas of a rank do not" in output(capsys, *flags, "--balance", "bpipe")
     assert "replicas" not in output(capsys, *flags)
-    # Where replicas were apart before, balancing changes nothing of that.
+    # If replicas were on different nodes before, balancing does not change that.
     assert "replicas" not in output(capsys, *BALANCED)
 
 
 def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under sequence parallelism waiting halves hold more than their forwards saved."""
+    """With sequence parallelism, delayed weight gradients hold more than their forwards saved."""
     split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tp", "8", "--pp", "8", "--gbs", "32"]
     split += ["--schedule", "zb-h1"]
     trace = tmp_path / "trace.json"
@@ -104,7 +104,7 @@ def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("lengths", ["even", "time"])
 def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], lengths: str) -> None:
-    """Less than the fullest needs: nothing is held beyond it, and bytes of slices leave."""
+    """With a budget below the fullest rank's need, every rank keeps it, and slices are evicted."""
     sliced = (*SLICED, "--slice-lengths", lengths)
     alone = [stage["peak_bytes"] for stage in document(capsys, *sliced)["stages"]]
     budget = (max(alone) + min(alone)) / 2 / 2**30
@@ -136,7 +136,7 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks per rank, not
+    """`simulate` asked for a flag that `schedule` does not need: "schedule v-half needs at least 2 chunks per rank, not
     1"."""
     sizes = "simulate --model gpt3-13b --cluster a100-80g:8 --pp 4 --gbs 64 --format json".split()
     result = json.loads(output(capsys, *sizes, "--schedule", schedule))
@@ -164,7 +164,7 @@ def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: py
 def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Only ranks over their own evict; a launch says the same with the trainer's flag."""
+    """Only ranks above their bound evict; a launch gives bounds by the trainer's flag."""
     sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocab-size", "50257", "--format", "json"]
     launch = "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --bf16".split()
     launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--bpipe"]
@@ -243,7 +243,7 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
     stage = {"forward_s": 0.14337, "backward_s": 0.2879, "transfer_s": 0.01563, "output_s": 0, "embedding_s": 0}
     path.write_text(json.dumps({"stages": [stage]}))
     result = document(capsys, *BALANCED, "--profile", str(path))
-    # The paper counts attention in full, and Megatron causal attention at half.
+    # The paper counts attention in full, Megatron counts causal attention half.
     assert result["mfu_percent"] == pytest.approx(50.64 * (1 + 2048 / (12 * 9984)) / (1 + 2048 / (6 * 9984)), rel=0.025)
     assert result["exposed_transfer_s"] == 0
 
@@ -256,7 +256,7 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
         )
     )
     result = document(capsys, *SIMULATE, "--profile", str(path))
-    # Ten layers per stage, 64 micro-batches and 7 more, and what the profile leaves out.
+    # Ten layers per stage, 64 micro-batches and 7 to fill the pipeline; the rest is what the profile leaves out.
     assert result["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
     assert main([*SIMULATE[:-1], "unfused", "--mbs", "4", "--profile", str(path)]) == 2
     assert "no stage of micro-batch size 4, only of [1, 2]" in capsys.readouterr().err
@@ -330,7 +330,7 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it takes is said first and last, and its rows are those of a program."""
+    """The answer is the last line, and the rows printed are those of the JSON."""
     assert main(PLAN) == 0
     lines = capsys.readouterr().out.splitlines()
     result = document(capsys, *PLAN, "--rows", "3")
@@ -350,7 +350,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """It ended with 0, and a script could not tell; 2 stays for what was asked wrongly."""
+    """It ended with 0, so a script could not tell; 2 is for wrong arguments."""
     nothing = ["plan", "--model", "llama3-405b", "--cluster", "a100-80g:8", "--gbs", "16"]
     assert main([*nothing, "--format", "json"]) == 3
     printed = capsys.readouterr()
@@ -367,7 +367,7 @@ def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureF
     many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
     result = document(capsys, *many, "--gbs", "65536")
     assert result["simulated_microbatches"] == 72
-    # What is drawn is simulated to its end.
+    # A trace is simulated to its end.
     drawn = ("--trace", str(tmp_path / "trace.json"))
     few = document(capsys, *many, "--gbs", "2048", *drawn)
     assert few["simulated_microbatches"] == 2048
@@ -434,7 +434,7 @@ LLAMA = ["--swiglu", "--rms-norm", "--rotary", "--num-query-groups", "2", "--dis
 def test_profile_writes_what_simulate_reads(
     model: list[str], tensor: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own
+    """With Megatron's own layers: a micro-batch saves what is predicted for CPUs, and times are scaled to a stage's
     number of layers."""
     path = tmp_path / "profile.json"
     cut = ["--tp", tensor, "--precision", "fp32", "--attention", "unfused"]
@@ -457,8 +457,8 @@ def test_profile_writes_what_simulate_reads(
 
 
 def test_a_plan_leaves_a_twentieth_of_every_device_free(capsys: pytest.CaptureFixture[str]) -> None:
-    """It recommended rows of 78.3 of 79.1 GiB, whose allocator may have to retry, and that the model's own error may
-    make too large."""
+    """It recommended rows of 78.3 of 79.1 GiB: the allocator may have to retry, and the prediction's error may be more
+    than the rest."""
     asked = ["plan", "--model", "gpt3-13b", "--cluster", "a100-40g:8", "--gbs", "32", "--rows", "3"]
     asked += ["--schedule", "1f1b", "interleaved-1f1b", "--format", "json"]
     rows = json.loads(output(capsys, *asked))["rows"]
@@ -473,11 +473,7 @@ def test_a_plan_leaves_a_twentieth_of_every_device_free(capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over slow links the fastest sends less than all that balancing could, and so it is whatever number of rows is
-    asked for.
-
-    A vocabulary's remedies are balanced for what they hold themselves.
-    """
+    """Over slow links the fastest row sends less than balancing could, whatever number of rows is asked for."""
     cluster = tmp_path / "slow.toml"
 
     def first(speed: int, batch: int, rows: int) -> tuple[int, int, int]:
@@ -489,7 +485,7 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
         best = document(capsys, "plan", "--cluster", str(cluster), *words.split())["rows"][0]["configuration"]
         return best["pipeline"], best["data"], best["micro_batch"]
 
-    # Of one row it was once that of 16 ranks, which is faster where all moves that can.
+    # With one row it was once that of 16 ranks, which is faster if everything movable is evicted.
     assert first(8, 64, 1) == first(40, 128, 4) == (8, 2, 1)
 
 
@@ -501,7 +497,7 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
     ],
 )
 def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
-    """Of 64 ranks per line held 64 numbers, of which 60 were the same."""
+    """For 64 ranks a line held 64 numbers, of which 60 were the same."""
     memory = [
         RankMemory(rank, num_gib * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, num_gib in enumerate(gib)
     ]

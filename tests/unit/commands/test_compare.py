@@ -17,7 +17,7 @@ LOSSES = [5.5, 4.25, 0.1]
 
 
 def iterations(folder: Path, losses: list[float] = LOSSES, first: int = 1) -> Path:
-    """A report without times."""
+    """Write a report without times."""
     folder.mkdir()
     lines = [
         json.dumps({"iteration": iteration, "lm loss": loss.hex(), "grad_norm": (0.3).hex(), "skipped": 0})
@@ -119,7 +119,7 @@ def test_with_a_tolerance_numbers_may_be_apart(
 
 
 def test_reports_of_torchs_pipelining_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They have one number, another one than Megatron's, and were refused."""
+    """They have one number, with another name than Megatron's, and were refused."""
     for name, loss in (("one", 0.5), ("other", 0.25)):
         line = {"iteration": 1, "loss": loss.hex(), "elapsed_s": 1.0}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
@@ -175,7 +175,7 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, capsys: pytest.Capture
         assert message in capsys.readouterr().err
 
 
-# Reports of whole runs: times beside it.
+# Reports of whole runs: times, too.
 
 
 def test_times_and_verdict(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ ROWS = "iterations.jsonl"
 
 
 def rows(change: Callable[[str], str], of_balanced: bool = True) -> Callable[[Path, Path], object]:
-    """Change the text of a run's iterations."""
+    """Return a function that changes the text of a run's iterations."""
 
     def damage(plain: Path, balanced: Path) -> None:
         path = (balanced if of_balanced else plain) / ROWS
@@ -263,7 +263,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     write_run(tmp_path / "runs" / "balanced")
     monkeypatch.chdir(tmp_path)
     lines = [line for block in re.findall(r"```\n(.*?)```", DOCS.read_text(), re.DOTALL) for line in block.splitlines()]
-    # Runs with a baseline are in tests/unit/record/report/test_written.py.
+    # Runs with a baseline are in tests/unit/record/report/test_output.py.
     lines = [line for line in lines if line.startswith("bpipe ") and "--baseline" not in line]
     assert len(lines) == 3
     for line in lines:
@@ -275,7 +275,6 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_page_shows_what_a_recorded_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its samples of the table and of a difference are those of a run that really took place."""
     assert main(["report", str(DOCS.parents[1] / "tests" / "data" / "recorded_run")]) == 0
     printed = capsys.readouterr().out
     blocks = re.findall(r"^```\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)

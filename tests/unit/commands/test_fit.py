@@ -1,5 +1,4 @@
-"""`bpipe fit`: what else would make a launch fit. Every row is one change or two, saves what it says, and launches as it
-says."""
+"""`bpipe fit`: changes that would make a launch fit. A row has one or two, and its flags launch what it predicts."""
 
 import json
 from collections.abc import Iterator
@@ -61,7 +60,7 @@ def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFi
 
 
 def test_ways_that_come_to_the_same_stand_once() -> None:
-    """Of GPT-3 96B's pairs each has room for what the other sends: a pool and host memory change nothing."""
+    """In GPT-3 96B's pairs each rank has room for what the other sends, so a pool or host memory changes nothing."""
     ways = ways_to_fit(SETUP)
     names = [way.name for way in ways]
     assert "balance within pairs" in names
@@ -70,15 +69,15 @@ def test_ways_that_come_to_the_same_stand_once() -> None:
 
 
 def test_balancing_evenly_stands_for_what_fills_the_device_as_fast() -> None:
-    """`fit` evicted only what had to leave, up to the last byte of the limit: 79.0 of 79.2 GiB, tight, where plain
-    --bpipe needs 71.5 and takes as long."""
+    """`fit` evicted only what it had to and filled the device: 79.0 of 79.2 GiB, tight; plain --bpipe needs 71.5 and is
+    as fast."""
     (even,) = [way for way in ways_to_fit(SETUP) if way.name.startswith("balance ")]
     assert even.setup.activation_budget is None
     assert even.fits
 
 
 def test_a_way_launches_as_it_says() -> None:
-    """Changing the launch by a row's flags is the row, to the byte and the second."""
+    """The launch with a row's flags is predicted with the row's bytes and seconds."""
     small = replace(PRESETS["gpt3-13b"], num_layers=8)
     setup = Setup(small, parse_cluster("a100-80g:1x8"), 2, 4, 2, 8, 2048, (2,) * 4, "none", "unfused", precision="fp16")
     ways = ways_to_fit(setup)
@@ -86,7 +85,7 @@ def test_a_way_launches_as_it_says() -> None:
     for way in ways:
         changed = way.setup
         if changed.activation_budget is not None:
-            # What a budget plans the trainer plans anew.
+            # The trainer plans again for a budget.
             continue
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
         again = setup_from(words, changed.cluster, changed.padded_vocabulary, changed.kernels)
@@ -105,7 +104,7 @@ def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str
 
 
 def test_a_profile_is_what_times_are_made_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """It was read by simulate and plan, and taken here without a word and without effect."""
+    """`simulate` and `plan` read a profile, but `fit` accepted it silently and ignored it."""
     path = tmp_path / "profile.json"
     stages = [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]
     path.write_text(json.dumps({"stages": stages}))
@@ -118,7 +117,7 @@ def test_a_profile_is_what_times_are_made_of(capsys: pytest.CaptureFixture[str],
 
 
 def test_a_budget_stands_for_the_devices_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what fits a device, some does not fit a smaller budget; a cut into fewer ranks has the same one."""
+    """Some of what fits the device does not fit a smaller budget, which is the same for fewer pipeline ranks."""
     whole, less = document(capsys), document(capsys, "--memory", "70")
     assert {way["limit_bytes"] for way in (less["now"], *less["ways"])} == {70 * GIB}
     fit, still = ({way["what"] for way in result["ways"] if way["fits"]} for result in (whole, less))
@@ -131,13 +130,13 @@ def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
     assert result["layers 11,10,10,10,10,10,10,9"].setup.layers == (11, *LAYERS[1:7], 9)
     bounded = [name for name, family in FAMILIES.items() if family.within is not None]
     assert bounded
-    assert all(any(what.startswith(f"{name} with ") for what in result) for name in bounded)
+    assert all(any(way.startswith(f"{name} with ") for way in result) for name in bounded)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_launch_with_a_budget_is_planned_by_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """`fit` balanced it evenly: 58.9 GiB and 18.887 s, where the run, as `simulate` says, takes 69.7 and 17.325."""
+    """`fit` balanced it evenly: 58.9 GiB and 18.887 s. The run takes 69.7 and 17.325, as `simulate` says."""
     planned = ("--balance", "bpipe", "--memory", "70", "--hosts", "all")
     assert main(["simulate", *FLAGS, *planned, "--format", "json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
@@ -154,13 +153,13 @@ def test_a_launch_with_a_budget_is_planned_by_it(capsys: pytest.CaptureFixture[s
 
 
 def test_a_budget_below_the_device_is_not_tight(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan fills its budget; what the allocator lacks is the device's memory, not the budget's."""
+    """A plan fills its budget; the allocator's warning is about the device's memory."""
     assert main(["simulate", *FLAGS, "--balance", "bpipe", "--memory", "70", "--hosts", "all"]) == 0
     assert "allocator" not in capsys.readouterr().out
 
 
 def test_balancing_stands_for_balancing_alone() -> None:
-    """Of a launch that is balanced every way is: whatever was slower and held more than one before it was left out."""
+    """All ways of a balanced launch are balanced: those slower and larger than an earlier one were left out."""
     balanced = replace(SETUP, micro_batch=4, balance=BalanceConfig())
     names = {way.name for way in ways_to_fit(balanced)}
     assert {"recompute all layers", "micro-batch 2", "2 slices per sequence", "8 slices per sequence"} <= names
@@ -171,8 +170,8 @@ SENT = "balance within pairs, only what must leave"
 
 
 def test_what_a_way_plans_for_leaves_a_device_room() -> None:
-    """`fit` offered --bpipe-memory 79.1 of 79.1 GiB and recomputed as few layers as filled a device to the last byte:
-    all tight, where 75.1 and one layer more are not."""
+    """`fit` offered --bpipe-memory 79.1 of 79.1 GiB, and recomputed as few layers as fit at all: both tight, while 75.1
+    GiB and one more layer are not."""
     ways = {way.name: way for way in ways_to_fit(NODES)}
     assert ways["balance within pairs"].is_tight
     assert not ways[SENT].is_tight
@@ -187,7 +186,7 @@ def test_where_no_plan_leaves_room_one_that_fills_the_device_is_offered() -> Non
     assert ways[SENT].is_tight
 
 
-# One sixth of a model's parameters in each end, and a model whose stages are alike.
+# A model with most of its parameters in the vocabulary, and a model whose stages are alike.
 VOCABULARY = Setup(
     replace(PRESETS["llama3-8b"], num_layers=6, num_query_groups=32, vocabulary=500_000),
     parse_cluster("a100-40g:1x6"),
@@ -197,7 +196,7 @@ DENSE = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:1x8"), 2, 4, 2, 64, 
 
 
 def one_flag_away(setup: Setup) -> Iterator[Setup]:
-    """Every configuration that differs in one choice, if it is one."""
+    """Yield every valid setup that differs in one choice."""
     switches, types = setup.switches, StateTypes(True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     choices: list[dict[str, Any]] = [
         *({"micro_batch": size} for size in (1, 2, 4, 8)),
@@ -222,8 +221,8 @@ def one_flag_away(setup: Setup) -> Iterator[Setup]:
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", [VOCABULARY, DENSE, NODES], ids=["vocabulary", "dense", "nodes"])
 def test_nothing_one_flag_away_is_better_than_the_first_row(setup: Setup) -> None:
-    """Shards of both ends, 21.9 GiB and 1.58 s where the best row had 28.8 and 3.07, were not among the ways, and
-    neither were other numbers of chunks, or less recomputation."""
+    """Shards of both ends (21.9 GiB and 1.58 s; the best row had 28.8 and 3.07), other numbers of chunks and less
+    recomputation were not among the ways."""
     first = ways_to_fit(setup)[0]
     assert first.can_run
     for other in one_flag_away(setup):

@@ -1,4 +1,4 @@
-"""Files that commands read: what is refused, and that damage is told or harmless."""
+"""Files that commands read: invalid values are refused, and damage is reported or harmless."""
 
 import json
 import random
@@ -80,7 +80,7 @@ def test_a_launch_beyond_any_model_is_a_limit_in_words(
 def test_a_config_that_says_what_no_model_has_is_refused(
     config: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text "false" tied the embedding, and a kind of layer that nobody knew was full attention."""
+    """The string "false" tied the embedding, and an unknown kind of layer was taken for full attention."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert message in refused([*SIMULATE, "--model", str(tmp_path)], capsys)
 
@@ -126,7 +126,7 @@ def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
 
 
 def test_what_steers_a_terminal_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A host name with ESC sequences was printed raw, and half a character left an empty page."""
+    """A host name with escape sequences was printed raw, and a lone surrogate left an empty page."""
     folder = write_run(tmp_path / "run", num_stages=2, num_microbatches=4, iterations=(5, 6), cores=1)
     for path in folder.glob("record_*.jsonl"):
         first, _, rest = path.read_text().partition("\n")
@@ -163,7 +163,7 @@ READERS = {
 
 
 def _input(name: str, folder: Path) -> Path:
-    """Return where the reader's input lies: a record is a folder."""
+    """Return the path of the reader's input; a record is a folder."""
     path = folder / "input"
     if name == "record":
         path.mkdir()
@@ -171,7 +171,7 @@ def _input(name: str, folder: Path) -> Path:
 
 
 def _judge_damaged(name: str, folder: Path, num_examples: int, derandomize: bool = False) -> Counter[str]:
-    """Return how many inputs were accepted and refused, by default others each time. Raises with the first that fails."""
+    """Count accepted and refused inputs, by default different ones each time. The first failure raises."""
     reader, path, outcomes = READERS[name], _input(name, folder), Counter[str]()
     texts = reader.texts(path)
 
@@ -182,7 +182,7 @@ def _judge_damaged(name: str, folder: Path, num_examples: int, derandomize: bool
         derandomize=derandomize or settings().derandomize,
         suppress_health_check=list(HealthCheck),
     )
-    # Seeds, not single draws: those prefer the first place of every list, and damage the rest of a file hardly ever.
+    # A random generator: Hypothesis's own draws prefer the start of every list and hardly ever damage a file's rest.
     @given(st.randoms(use_true_random=True))
     def every(rng: random.Random) -> None:
         text = reader.damage(rng.choice(texts), rng)
@@ -210,16 +210,15 @@ def test_two_thousand_damaged_inputs_are_refused_or_rightly_taken(name: str, tmp
 
 @pytest.mark.parametrize("name", READERS)
 def test_sound_inputs_are_taken(name: str, tmp_path: Path) -> None:
-    """The judges, too, take what nobody damaged."""
     reader, path = READERS[name], _input(name, tmp_path)
     for text in reader.texts(path):
-        # Some draws ask for what a sound schedule with transfers refuses, too: to be aligned or balanced once more.
+        # Some draws align or balance the input, which fails for a schedule that has transfers already.
         assert any(reader.judge(path, text, random.Random(draw)) for draw in range(8)), text
 
 
 @pytest.mark.parametrize("name", ["csv", "json"])
 def test_a_judge_that_is_deceived_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a checker that takes everything, the judges object, or what relies on it ends in a traceback."""
+    """If the checker accepts everything, the judges object, or code that relies on it crashes."""
     from bpipe.schedule.check import rules
 
     monkeypatch.setattr(rules, "RULES", ())

@@ -1,9 +1,8 @@
-"""What the command prints, against what it printed before: every `$ bpipe ...` line of tests/data/snapshots.
+"""What commands print, compared with what they printed before: every `$ bpipe ...` line of tests/data/snapshots.
 
-Below a line stands its standard output, then its standard error with a `!` before each line, the exit status where it
-is not 0, and what it wrote to out/. Of long outputs the beginning stands there, and the digest of the whole. A new case
-is a new `$` line; `pytest tests/unit/commands/test_snapshots.py --renew-snapshots` writes what belongs below every line anew, and
-the difference belongs in the commit.
+Each line is followed by its standard output, its standard error with a `!` before each line, the exit status if it is
+not 0, and the files that it wrote to out/. Long outputs are cut, with a digest of the whole. To add a case, add a `$`
+line; `pytest tests/unit/commands/test_snapshots.py --renew-snapshots` writes all outputs again. Commit the difference.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ RUNS = {
 
 
 def _cases(file: Path) -> dict[str, str]:
-    """Return what stands below each line."""
+    """Return what follows each line."""
     blocks = file.read_text().split("$ bpipe")[1:]
     return {block.partition("\n")[0].strip(): block.partition("\n")[2] for block in blocks}
 
@@ -86,7 +85,7 @@ def test_the_command_prints_what_it_printed(
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    # How far a command is depends on the machine.
+    # How often progress is printed depends on the machine.
     monkeypatch.setattr(terminal, "_LINE_EVERY_S", math.inf)
     printed = _printed(line)
     if request.config.getoption("--renew-snapshots"):

@@ -1,4 +1,4 @@
-"""Tables and progress: no number is broken or cut off, and no byte of a colour goes where nobody looks."""
+"""Tables and progress: numbers are never broken or cut off, and colour codes go to terminals only."""
 
 import io
 import re
