@@ -1,4 +1,4 @@
-"""One answer: the launch where nothing is clearly faster, then stock, then ours; never what cannot run."""
+"""One answer: the launch if nothing is clearly faster, then stock, then ours; never what cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How few layers have to be recomputed: found by halving, in a search as by trying all."""
+"""The fewest layers to recompute: found by bisection, and in a search the same as by trying all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def test_a_search_finds_what_trying_every_number_finds(schedules: tuple[str, ...
 
 
 def test_one_layer_fewer_would_not_fit() -> None:
-    """Where something is recomputed, and not all: and with nothing recomputed it is too much."""
     rows = search(SMALL, num_rows=30).rows
     blocks = [row.setup for row in rows if row.setup.recomputed.method == "block"]
     assert blocks

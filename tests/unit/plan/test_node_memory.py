@@ -1,5 +1,4 @@
-"""Budgets that no pair and no pool keeps, with a node's own memory: planned, recommended with the numbers, and
-printed; and its link."""
+"""Evicting to a node's own memory: what ranks then hold, and the speed of its link."""
 
 from __future__ import annotations
 
@@ -40,10 +39,6 @@ def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     ((own, hosted), *_) = activations(bounded)
     (whole, _), *_ = activations(replace(bounded, balance=None))
     assert (own, hosted) == (whole * 4 // 16, 0)
-
-
-# -- its link
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def shared(tmp_path: Path, **keys: float) -> str:

@@ -1,4 +1,4 @@
-"""Where tensor parallelism fills a node, pairs lie on two, and the prediction says so, and what else to take."""
+"""If tensor parallelism fills a node, pairs span two nodes; predictions say so, and what to use instead."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ SPAN = "pairs span two nodes, because a rank has 8 of a node's 8 devices: transf
     [
         ("--tp 8 --balance bpipe", True),
         ("--tp 8", False),
-        # The ways out that it names are some.
+        # The remedies that it names work.
         ("--tp 4 --balance bpipe", False),
         ("--tp 8 --hosts host --balance bpipe", False),
     ],
 )
 def test_pairs_on_two_nodes_are_reported(more: str, apart: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said
-    why."""
+    """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over 50 % longer, and nothing said why."""
     assert main([*SIMULATE.split(), *more.split()]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (SPAN in text) is apart

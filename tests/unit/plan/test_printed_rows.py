@@ -1,5 +1,5 @@
-"""What `bpipe plan` prints can be launched as it stands: every row is taken by Megatron's own parser, and predicted by
-`bpipe simulate` with the row's figures."""
+"""What `bpipe plan` prints can be launched as it is: Megatron's own parser accepts every row, and `bpipe simulate`
+predicts the row's figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.config.launch.megatron_parser import parsed
 DEVICES = ("a100-80g:4x8", "h100-80g:8x8", "h200-141g:4x8", "b200-180g:2x8", "mi300x-192g:4x8")
 MODELS = ("gpt3-13b", "gpt3-96b", "gpt3-134b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")
 QUICK = ("--max-micro-batch", "2", "--max-chunks", "4", "--schedule", "1f1b", "interleaved-1f1b", "grouped-interleaved")
-# Between them models of both kinds, balanced rows, and rows with shards of the vocabulary.
+# Together these have models of both kinds, balanced rows, and rows with shards of the vocabulary.
 SHARE = (
     ("gpt3-96b", "a100-80g:4x8", "--attention unfused --precision fp16"),
     ("llama3-70b", "h100-80g:8x8", "--balance bpipe --memory 60"),
@@ -26,7 +26,7 @@ EVERY = [pytest.param(model, device, "", marks=pytest.mark.slow) for model in MO
 
 
 class Row(NamedTuple):
-    """A printed row: its seconds, MFU and peaks as they stand there, and all flags."""
+    """A printed row: its seconds, MFU and peaks as printed, and all its flags."""
 
     seconds: str
     mfu: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def rows_of(printed: str) -> list[Row]:
-    """The rows behind the answer, each with the flags of all rows."""
+    """Return the printed rows, each with the flags of all rows."""
     figures = re.findall(r"^ *\d+ +([\d.]+) +([\d.]+) +[\d.]+ +[\d.]+ ", printed, re.MULTILINE)
     peaks_of_rows = re.findall(r" \d+: GiB per rank, of [\d.]+: ([\d. x]+)", " ".join(printed.split()))
     flags = re.findall(r"^   (--.*)$", printed, re.MULTILINE)
@@ -55,7 +55,7 @@ def of_all_rows(printed: str) -> list[str]:
 
 def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = main(arguments)
-    # Long flags are broken as a shell joins them.
+    # Long flags are continued on further lines.
     return code, re.sub(r" \\\n +", " ", capsys.readouterr().out)
 
 
@@ -75,7 +75,7 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
     arguments = ["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "4", *quick, *more.split()]
     code, printed = said(arguments, capsys)
     rows = rows_of(printed)
-    # Of some models nothing fits on so few devices, which is said, too.
+    # Some models do not fit on so few devices, and the plan says so.
     assert bool(rows) is (code == 0)
     assert rows or "Nothing fits" in printed
     num_devices = int(device.split(":")[1].split("x")[0]) * int(device.split("x")[-1])

@@ -1,8 +1,8 @@
-"""Of NVIDIA's 173 pretraining recipes with pipeline parallelism, those that are supported: the counts of docs/supported.md.
+"""Which of NVIDIA's 173 pretraining recipes with pipeline parallelism are supported, and other published launches.
 
-The recipes are those of Megatron-Bridge as of 2026-08-22, in tests/data, by the settings that decide. Where a recipe's
-graphs are `getattr`, its source looks up what the model's own recipe says, which for those models is "none". Where
-graphs of layers have no scope, they are whole layers', as Megatron takes it and as that recipe's own comment says.
+tests/data has the settings that decide, from Megatron-Bridge as of 2026-08-22. Where a recipe's graphs are `getattr`,
+its source takes the model's own setting, which is "none" for those models. Graphs of layers without a scope are of
+whole layers, as in Megatron and as that recipe's own comment says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECIPES = {row["recipe"]: row for row in csv.DictReader(line for line in LINES i
 
 
 def flags_of(recipe: dict[str, str]) -> list[str]:
-    """The launch of a recipe, as far as it decides."""
+    """Return the flags of a recipe that decide whether it is supported."""
     precision = recipe["precision"]
     fewer_bits = ["--fp8-format", "hybrid"] * precision.startswith("fp8") + ["--fp4-format", "e2m1"] * (
         precision.startswith("nvfp4")
@@ -60,7 +60,7 @@ STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.i
 
 
 def test_every_other_recipe_has_its_reason() -> None:
-    """What keeps a recipe out: graphs of whole layers."""
+    """Only graphs of whole layers keep a recipe out."""
     reasons = Counter(
         feature.name for features in STATES.values() for feature in features if feature.state is State.REFUSED
     )
@@ -73,7 +73,7 @@ def test_every_other_recipe_has_its_reason() -> None:
 
 
 def test_without_what_is_refused_every_recipe_trains() -> None:
-    """The way out of each reason is one: without these settings a recipe is supported or guarded."""
+    """The remedies work: without these settings every recipe is supported or guarded."""
     for name, recipe in RECIPES.items():
         without = dict(recipe)
         if recipe["cuda_graph_impl"] != "full_iteration" and not recipe["cuda_graph_scope"]:
@@ -81,15 +81,15 @@ def test_without_what_is_refused_every_recipe_trains() -> None:
         assert worst(states_of_launch(flags_of(without))) is not State.REFUSED, name
 
 
-# What Megatron-LM's own examples and functional tests launch, by the flags that decide. Of a model that no flag names, such
-# as a vision model beside a language model, they say nothing.
+# Launches of Megatron-LM's own examples and functional tests, by the flags that decide. Models that no flag names, such
+# as vision models, are not covered.
 UPSTREAM = {
     row["path"]: row["flags"].split()
     for row in csv.DictReader(
         line for line in (ROOT / "tests/data/launches_2026.csv").read_text().splitlines() if not line.startswith("#")
     )
 }
-# What keeps one out, each a fact.
+# The only reasons to refuse one.
 KEPT_OUT = {
     "a YAML configuration",
     "local CUDA graphs",
@@ -117,7 +117,7 @@ def test_megatrons_own_launches_train_or_are_told_why_not(capsys: pytest.Capture
     assert tuple(map(int, sentence.groups())) == (len(UPSTREAM), *(states[state] for state in ORDER))
 
 
-# Launches as scripts write them, in words of our own: dense, experts, hybrid, latent attention, long context and 8 bits.
+# Launches as scripts write them: dense, experts, hybrid, latent attention, long context and 8 bits.
 DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
 PIPE = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8"
 MIXTURE = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"

@@ -1,5 +1,4 @@
-"""A plan asks the trainer's own table what it would launch, reads a launch's flags as Megatron's parser does, and
-prints no row that is refused."""
+"""A plan prints no row that the trainer refuses by its own table of features."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from bpipe.predict.layout import EVENLY
 from bpipe.predict.model import gpt
 from bpipe.predict.training import Switches
 
-# A launch's flags that are refused, by feature. What only a model's configuration says has none.
+# Flags of a launch that use each feature. Features that only a model's configuration sets have none.
 FLAGS = {
     "CUDA graphs of an iteration": ("--cuda-graph-impl", "full_iteration"),
     "differing sizes in a CUDA graph of an iteration": (
@@ -91,10 +90,9 @@ FLAGS = {
     ),
     "fused rotary positions of latent attention": ("--multi-latent-attention",),
 }
-# What applies where a launch says nothing; and flags with which it does not.
+# Features of a launch without flags, and flags that avoid them.
 UNLESS = {"Transformer Engine's attention": ("--transformer-impl", "local")}
-# Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read; or by a
-# flag of ours.
+# Set only in a model's configuration, by Megatron from flags with which no launch is read, or by a flag of ours.
 WITHOUT_A_FLAG = {
     "further tokens in slices and shards",
     "variable lengths in shards",
@@ -122,7 +120,7 @@ def test_every_refusal_has_its_flags() -> None:
 
 
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
-    """Rows with shards, another schedule or balancing are launched with what is guarded, unless that is refused."""
+    """Rows with shards, another schedule or balancing keep guarded features, unless the launch refuses these."""
     rows = [row.setup for row in search(replace(SPACE, switches=OVERLAP), 60).rows]
     ours = [setup for setup in rows if runs_ours(setup) and setup.tensor > 1]
     assert any(setup.is_sharded for setup in ours)
@@ -132,7 +130,7 @@ def test_no_row_is_one_that_the_trainer_refuses() -> None:
     balanced = replace(next(setup for setup in ours if not setup.is_sharded), balance=EVENLY)
     assert Launchable(()).of(balanced) == balanced
     assert Launchable(strict).of(balanced) == without_overlap(balanced)
-    # Where nothing moves there is nothing to be wrong.
+    # Without balancing nothing moves, so nothing is refused.
     assert Launchable(strict).of(replace(balanced, balance=None)) == replace(balanced, balance=None)
 
 

@@ -1,5 +1,5 @@
-"""The search: its first rows are indistinctly slower than those of simulating everything, it drops what does not fit, and it says when
-balancing does not help."""
+"""The search: its first rows are about as fast as those of simulating everything, it drops what does not fit, and it
+says when balancing does not help."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
 
 @pytest.mark.slow
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
-    """Without the lower bound: predict all that fits."""
+    """Compared with predicting the 40 setups of the smallest lower bounds."""
     fitting = [fitted for setup in enumerate_setups(UNFUSED) if (fitted := as_it_fits(setup)) is not None]
     unbalanced = {key(setup) for setup in fitting if setup.balance is None}
     candidates = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
@@ -95,7 +95,7 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
 
 
 def as_it_fits(setup: Setup) -> Setup | None:
-    """A balanced one by a budget, where even shares are not enough."""
+    """Return the setup, balanced by a budget if even shares do not fit; None if nothing does."""
     if all(rank.fits for rank in predict_memory(setup)):
         return setup
     limit = setup.cluster.device.memory_bytes
@@ -114,7 +114,7 @@ def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
 
 
 def drawn_space(number: int) -> Space:
-    """A small space of a model that differs in what bounds ask of: experts, slices, shards, recomputed layers, hosts."""
+    """A small random space that varies what bounds depend on: experts, slices, shards, recomputed layers, hosts."""
     draw = random.Random(number)
     layers, experts = draw.choice((7, 16, 24)), draw.random() < 0.3
     model = MIXTRAL_8X7B if experts else PRESETS[draw.choice(("gpt3-13b", "llama3-8b"))]
@@ -141,7 +141,7 @@ MANY = [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in 
 
 @pytest.mark.parametrize("number", MANY)
 def test_no_member_of_a_branch_is_below_its_bounds(number: int) -> None:
-    """A wrong bound would drop what is best."""
+    """A wrong bound would drop the best row."""
     space = drawn_space(number)
     draw, members, bounder = random.Random(number), Members(space, Bounds(), Counter()), Bounder(space)
     branches = list(enumerate_branches(space, Counter()))
@@ -191,7 +191,7 @@ def test_a_search_that_ends_early_says_what_nothing_else_is_faster_than(number: 
 
 @pytest.mark.parametrize("number", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 400))])
 def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
-    """The search drops what is too large by the order without shards."""
+    """The search drops what is too large even without shards."""
     draw = random.Random(number)
     family = FAMILIES[draw.choice([name for name in SEARCHED if FAMILIES[name].sharded is not None])]
     chunks = draw.choice([count for count in (1, 2, 3, 4) if family.min_chunks <= count <= (family.max_chunks or 4)])
@@ -215,7 +215,7 @@ def test_with_shards_no_rank_holds_less_than_without(number: int) -> None:
 
 @pytest.mark.slow
 def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
-    """Once for all that have a part in common: of other times, experts, and all that a space lets differ."""
+    """Parts that setups share are computed once. The spaces differ in times, experts and schedules."""
     slow = replace(A100, factor=1.25)
     mixtral = Space(MIXTRAL_8X7B, slow, 64, 4096, max_micro_batch=2, max_chunks=2, schedules=("1f1b", "zb-v"))
     for space in (UNFUSED, SMALL, mixtral):
@@ -227,7 +227,7 @@ def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
 @pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_nothing_needs_less_than_what_its_warm_up_says(schedule: str, balance: str) -> None:
-    """Layers that do not divide, so that stages differ; ends without layers among them."""
+    """22 layers do not divide evenly, so stages differ; some ends have no layers."""
     model = gpt("odd", 22, 1024, 16)
     space = Space(
         model, parse_cluster("h100-80g:1x8"), 48, 1024, schedules=(schedule,), balances=(balance,), recompute=("none",)
@@ -246,13 +246,13 @@ def test_the_papers_constraints() -> None:
 
 
 def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
-    """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a
-    stage."""
+    """126 layers do not divide by 4, 8, 16 or 32, so it said `take more devices`, though Megatron takes stages of 7 and
+    8 layers."""
     result = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
     assert result.num_fitting > 10
     best = result.rows[0].setup
     assert len(set(best.layers)) == 2
-    # As NVIDIA lays it: 128 stages, the ends the embedding and the output layer alone.
+    # As NVIDIA does: 128 stages, the first with only the embedding and the last with only the output layer.
     assert best.layers == (0, *(1,) * 126, 0)
     assert megatron_flags(best)[megatron_flags(best).index("--pipeline-model-parallel-layout") + 1] == "E|(t|)*126L"
     # A rank with both ends would have no layer at all.
@@ -269,7 +269,7 @@ SMALL = Space(
 
 @pytest.mark.slow
 def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None:
-    """What was never asked for its memory is slower than every row."""
+    """Setups whose memory was never computed are slower than every row."""
     result = search(SMALL, num_rows=5)
     assert result.cuts["slower"] > 100
     fitting = []
@@ -320,7 +320,7 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
 
 
 def sizes_of(family: Family) -> list[tuple[int, int, int | None, int]]:
-    """(ranks, chunks, group, delay) to try of a family that runs on our executor."""
+    """Return (ranks, chunks, group, delay) to try for a family that runs on our executor."""
     counts = family.chunks(4)
     groups = (None, 3, 4, 5) if family.takes_groups else (None,)
     delays = (0, 2) if family.takes_delay else (0,)
@@ -340,7 +340,7 @@ OURS = [
 def test_the_steady_phase_of_our_executors_schedules_is_continued(
     schedule: str, p: int, chunks: int, group: int | None, delay: int, balance: str
 ) -> None:
-    """Whole groups are a step, whatever is left over; and no more than fill the pipeline tell what is held."""
+    """Whole groups are continued, whatever is left over; the micro-batches that fill the pipeline tell what is held."""
     setup = Setup(
         model=replace(PRESETS["gpt3-13b"], num_layers=2 * p * chunks),
         cluster=parse_cluster(f"a100-80g:1x{p}"),
@@ -375,7 +375,7 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     )
     assert "of 79.2 GiB of a device (t=8 p=1 d=1): use more devices (p is at most" in text
     assert f"{result.cuts['branches']} {CUTS['branches']}" in text
-    # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
+    # Weights fit here, but what one micro-batch saves does not, even if everything is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
     assert verdict(long).text.startswith(
         "Nothing fits, with balancing or without: the least is t=2 p=1 d=1 b=1 recompute full"
@@ -397,7 +397,7 @@ def test_nothing_fits_is_said_with_the_least() -> None:
 
 
 def test_long_sequences_are_tried_in_parts() -> None:
-    """From 32768 tokens on, with 8192 or more for each device; of shorter ones where that is asked for."""
+    """Sequences of 32768 tokens or more, with at least 8192 for each device; shorter ones on request."""
     assert [usual_contexts(sequence, 32) for sequence in (8192, 32767, 32768, 131072)] == [
         (1,),
         (1,),
@@ -408,7 +408,7 @@ def test_long_sequences_are_tried_in_parts() -> None:
     space = Space(model, cluster, 16, 65536, schedules=("1f1b",), recompute=("none",), balances=("none",))
     plain, parts = search(space), search(replace(space, contexts=(1, 2, 3, 8)))
     assert parts.rows[0].iteration_s < plain.rows[0].iteration_s
-    # Of t = 1, 2, 4, 8: with 2 parts all go over 16 devices, with 8 only two do, and 3 divide nothing.
+    # Of t = 1, 2, 4, 8 all fit 16 devices with 2 parts and only two with 8; 3 divides nothing.
     assert num_grids(parts.space) == num_grids(space) + (4 + 3 + 2 + 1) + (2 + 1 + 1 + 1) + 4
     assert parts.cuts["context"] == 2 + 4
     best = parts.rows[0].setup
@@ -420,7 +420,7 @@ def test_long_sequences_are_tried_in_parts() -> None:
 
 
 def test_a_state_that_is_too_large_is_said_with_what_cut_the_rest() -> None:
-    # One layer a rank is all there is.
+    # There are only two layers, one for each rank.
     wide = gpt("wide", 2, 65536, 512, sequence=256)
     deepest = search(Space(wide, parse_cluster("a100-40g:4x2"), 4, 256, recompute=("full",)))
     text = verdict(deepest).text
@@ -440,7 +440,7 @@ def test_no_configuration_names_what_cut_them_all() -> None:
 
 
 def test_a_batch_with_a_huge_prime_is_answered() -> None:
-    """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 for ever.
+    """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 never ended.
 
     The test's time-out is the limit.
     """
@@ -456,7 +456,7 @@ def test_a_batch_with_a_huge_prime_is_answered() -> None:
 
 
 def test_experts_are_spread_over_every_number_of_devices() -> None:
-    """Where the model has them; nothing is added for a model without. The fastest keeps its tokens inside nodes."""
+    """A model without experts gets no such setups."""
     space = Space(
         MIXTRAL_8X7B,
         parse_cluster("h100-80g:4x8"),

@@ -55,7 +55,7 @@ def test_slices_are_tried_where_sequences_can_be_cut() -> None:
     assert slices(replace(SPACE, schedules=("chimera",))) == {1}
     assert slices(replace(SPACE, profile=Profile("p.json", (Entry(forward_s=1.0),)))) == {1}
     assert slices(replace(SPACE, others=(("--sft", ""),))) == {1}
-    # 65536 tokens in units of 4: no slices of 3 units, and 40000 of less than one.
+    # 65536 tokens are fewer than 40000 units of 4.
     assert slices(replace(SPACE, slices=(1, 40000))) == {1}
     with pytest.raises(ValueError, match="--slices 0: give numbers from 1 on"):
         replace(SPACE, slices=(0,))
@@ -89,8 +89,8 @@ def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None
 )
 @pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.takes_slices and family.fill])
 def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balance: str) -> None:
-    """As many slices as ranks fill a pipeline, which are fewer micro-batches, and those two more: of no more the host
-    buffers of 1F1B were one too few. Orders that are made shorter by moving them to and fro are not quite alike."""
+    """As many slices as ranks fill a pipeline. The micro-batches simulated are those and two more, without which 1F1B
+    had one host buffer too few. Shorter orders of a family that moves actions back and forth differ slightly."""
     chunks = FAMILIES[schedule].min_chunks
     setup = Setup(
         *(replace(PRESETS["gpt3-13b"], num_layers=2 * p * chunks), parse_cluster(f"a100-80g:1x{p}"), 1, p, 1, 24, 8192),
@@ -108,7 +108,7 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("bpipe.predict.activations._num_filling", lambda setup: setup.num_microbatches)
         many = activations(setup)
-    # Of host buffers a rank that is not the fullest may need one more or fewer.
+    # A rank that is not the fullest may need one host buffer more or fewer.
     assert max(map(sum, few)) == pytest.approx(max(map(sum, many)), rel=0.004)
     for (own, _), (own_of_many, _) in zip(few, many, strict=True):
         assert own == pytest.approx(own_of_many, rel=0.004)
@@ -130,8 +130,8 @@ def test_the_command_tries_them_on_long_sequences(capsys: pytest.CaptureFixture[
 
 
 def test_a_plan_for_all_micro_batches_is_timed_by_all_where_fewer_do_not_fit() -> None:
-    """A search within 72 GiB ended with the trainer's error: rooms that are planned for 64 micro-batches in slices do not
-    do for the order of the first 24, by which it timed them."""
+    """A search within 72 GiB ended with the trainer's error: a plan for 64 micro-batches in slices does not fit the
+    order of the first 24, which was used to time it."""
     setup = Setup(
         PRESETS["llama3-70b"],
         parse_cluster("h100-80g:4x8"),

@@ -1,5 +1,5 @@
-"""What Megatron alone does stands beside every plan: the fastest of its kind with its free flags, taken where ours
-is level."""
+"""Every plan is compared with stock Megatron: its fastest setup with its free flags, taken unless ours is clearly
+faster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_stock_is_the_fastest_of_megatron_alone_with_free_flags(outcome: Outcome
 
 
 def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None:
-    """It was predicted anew with more flags, and was faster than every row, itself among them."""
+    """It was predicted again with more flags, and so was faster than every row, itself included."""
     result = answer_of(outcome.stock, outcome.rows, outcome.space)
     assert result.row is not None
     ours = outcome.rows[result.row - 1]
@@ -70,7 +70,7 @@ def test_ours_is_a_row_with_the_flags_that_it_may_have(outcome: Outcome) -> None
     ids=" ".join,
 )
 def test_every_plan_shows_stock(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
+    """Plans of our schedules, or of balanced rows alone, did not show what the user already has."""
     main([*PLAN, *more, "--format", "json"])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["stock"]["row"]["configuration"]["schedule"] in DEFAULTS
@@ -83,7 +83,7 @@ def test_every_plan_shows_stock(more: list[str], capsys: pytest.CaptureFixture[s
 
 
 def drawn_space(number: int) -> Space:
-    """A small space of a drawn model on a drawn cluster, the same for the same number."""
+    """Return a small random space, the same for the same number."""
     draw = random.Random(number)
     device = draw.choice(("a100-80g", "h100-80g", "b200-180g", "mi300x-192g"))
     heads, layers = draw.choice((16, 32)), draw.choice((8, 12, 16, 24))
@@ -114,7 +114,7 @@ def drawn_space(number: int) -> Space:
 
 
 def every_switch(space: Space) -> list[Switches]:
-    """Every way to say stock's free flags."""
+    """Return every combination of stock's free flags."""
     variants = []
     names = ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "no_overlap_p2p_communication")
     for values in product((False, True), repeat=len(names)):
@@ -155,17 +155,17 @@ SLICED, BALANCED, SPLIT = (
 @pytest.mark.parametrize(
     ("rows", "place"),
     [
-        # Slices are guarded: what is not, and level with them, comes before.
+        # Slices are guarded: a row that is not, and about as fast, comes first.
         ([(SLICED, 1.0), (BALANCED, 1.04)], 1),
         ([(SLICED, 1.0), (BALANCED, 1.06)], 0),
-        # Of what is as fast the one with fewer flags.
+        # Of rows about as fast, the one with fewer flags.
         ([(SPLIT, 1.0), (BALANCED, 1.009)], 1),
         ([(SPLIT, 1.0), (BALANCED, 1.02)], 0),
         ([(SIZES, 1.0), (SPLIT, 1.01), (BALANCED, 1.015)], 2),
     ],
 )
 def test_ours_is_what_is_supported_and_plain_where_level(rows: list[tuple[Setup, float]], place: int) -> None:
-    """It was the first row, whatever it asked of the trainer for a thousandth of its time."""
+    """It was the first row, even if that needed more of the trainer to be a thousandth faster."""
 
     def row(setup: Setup, seconds: float) -> Candidate:
         prediction = predict(setup)

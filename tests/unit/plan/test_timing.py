@@ -1,4 +1,4 @@
-"""Times of many micro-batches from the first ones, beside simulations of all."""
+"""Times of many micro-batches, continued from the first ones, compared with simulations of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bpipe.predict.model import PRESETS
 
 
 def large(schedule: str, chunks: int, pipeline: int = 4, **changes: Any) -> Setup:
-    """Llama 3 8B over ranks of 8 devices each on other nodes, where transfers are slow."""
+    """Llama 3 8B on pipeline ranks of 8 devices, each on a node of its own, so that transfers are slow."""
     layers, batch = (32 // (pipeline * chunks),) * pipeline * chunks, changes.pop("global_batch", 170)
     return Setup(
         *(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 8, pipeline, 1, batch, 4096, layers, "none"),
@@ -44,7 +44,7 @@ def test_the_steady_phase_continued_is_the_whole(
     assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-6)
 
 
-# Schedule, chunks, what else.
+# Schedule, chunks and other choices.
 REPEATED: list[Any] = [
     ("1f1b", 1, {}),
     ("1f1b", 1, {"balance": BalanceConfig()}),
@@ -67,7 +67,7 @@ def test_what_never_repeats_exactly_is_continued_once_it_adds_evenly() -> None:
 
 
 def test_what_the_first_simulation_tells_to_be_too_long_is_that() -> None:
-    """A search asks no further where nothing can come of it."""
+    """A search stops timing a setup that cannot be among the fastest."""
     num_too_long = 0
     for schedule, chunks, changes in REPEATED:
         setup = large(schedule, chunks, **changes)

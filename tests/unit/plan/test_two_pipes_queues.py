@@ -1,5 +1,4 @@
-"""Bidirectional pipelines in one hardware queue: a row is what the trainer goes on to train, and the other way
-round."""
+"""Bidirectional pipelines in one hardware queue: a plan drops exactly those that the trainer refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from bpipe.transport.config import TransferConfig
 from tests.support.predicted import every_setup
 
 FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")
-# Pipelines of up to 48 ranks beside tensor parallelism, before Blackwell.
+# Pipelines of up to 48 ranks with tensor parallelism, on devices before Blackwell.
 SPACE = Space(
     gpt("deep", 48, 1024, 16),
     parse_cluster("h100-80g:12x8"),
@@ -43,10 +42,8 @@ def is_refused(setup: Setup) -> bool:
 
 
 def test_the_plan_has_the_bidirectional_pipelines_that_the_trainer_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside tensor parallelism all were refused by the trainer and rows of the plan.
-
-    Now only sends far ahead of their receivers are.
-    """
+    """With tensor parallelism the trainer refused all that the plan offered. Now both refuse only those that send far
+    ahead of their receivers."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     setups = {
         (setup.schedule, setup.pipeline, setup.num_chunks, setup.num_microbatches): setup

@@ -1,4 +1,4 @@
-"""What shards of the vocabulary gain, beside what was measured."""
+"""What shards of the vocabulary gain, compared with measurements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bpipe.plan.space import with_shards
 from bpipe.schedule.layout import Vocabulary
 from tests.unit.predict.test_shards import setup
 
-# Published with Yeung et al. 2024, 256000 tokens on 8 A100s: seconds an iteration of 128 micro-batches.
+# Published with Yeung et al. 2024, 256000 tokens on 8 A100s: seconds per iteration of 128 micro-batches.
 MEASURED = {"redistribute": 7.5992, "1": 5.9003, "2": 5.9511, "interlaced": 5.8076}
 PLAIN_S = 11.7222
 
 
 def test_the_gains_are_those_that_were_measured() -> None:
-    """By formula alone, no time given: within 15 %, most of which is that published shards' passes took longer than
+    """By formula alone, without a profile: within 15 %, mostly because the published shards' passes took longer than
     their layers alone."""
     whole = setup(vocabulary=Vocabulary.WHOLE, input_shards=False)
     variants = {"redistribute": replace(whole, layers=(4, 4, 4, 5, 5, 5, 5, 0))}

@@ -1,4 +1,4 @@
-"""The table of flags: one meaning a name, everything made of it, and pages that are current."""
+"""The table of flags: help, parsers and reference pages agree with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bpipe.reference import pages
 from megatron.scheduling.options.flags import add_arguments
 
 ROOT = Path(__file__).resolve().parents[4]
-# Lines and columns of a terminal that nobody made larger on purpose.
+# Lines and columns of a terminal of usual size.
 LINES, COLUMNS = 50, 100
 
 

@@ -1,4 +1,4 @@
-"""Sizes as people type them: understood in any case, and never taken for another unit."""
+"""Sizes as people type them: another unit is refused, never misread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a rank does between torchrun and the first collective: Megatron's own parser with our flags, its validation,
-ours, the placement. In: on stdin, as JSON, how many processes and which flags. Out: a line for each."""
+"""Parse and validate launches as a rank does before its first collective: by Megatron's own parser with our flags, and
+by its validation and ours. Reads (processes, flags) of launches as JSON from stdin, and prints a line for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`bpipe capture` runs scripts, and finds what they launch without starting it.
 
-A script in a case may call the real launchers of its machine: `real/NAME` there is a program that leaves a file
-`STARTED` if it ever runs.
+Scripts may call launchers of their own machine: `real/NAME` stands for one, and writes a file `STARTED` if it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SIZES += " --micro-batch-size 1 --global-batch-size 16 --vocab-size 32000 --bf16
 TRAIN = f"torchrun --nproc-per-node 4 pretrain_gpt.py {SIZES}"
 LAUNCHERS = ("torchrun", "srun", "mpirun", "docker", "deepspeed", "python3", "python")
 
-# By name: a script, and the launches that it has.
+# Scripts by name, with the launches that they contain.
 SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "eval": (
         f'options=" {SIZES} "\nrun="torchrun --nproc-per-node 4 pretrain_gpt.py ${{options}}"\neval ${{run}}',
@@ -94,7 +93,7 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
         f"set -e\nmodule load cuda\npip install x\nN=$(nvidia-smi -L | wc -l)\n{TRAIN} --x $N",
         [f"{TRAIN} --x 8"],
     ),
-    # A virtual environment's folder, and paths, name the machine's own launchers.
+    # The machine's own launchers, by a virtual environment's folder in PATH or by their paths.
     "path": (
         f"PATH=$PWD/real:$PATH\nexport PATH\n{TRAIN}\n$(which torchrun) pretrain_gpt.py --x",
         [TRAIN, "torchrun pretrain_gpt.py --x"],
@@ -124,7 +123,7 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the scripts name, without SLURM, and with a folder for stand-ins that has to be quoted."""
+    """A folder with the files that scripts name, without SLURM, and whose folder for stand-ins has to be quoted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it's").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "it's"))
@@ -154,7 +153,7 @@ def captured(script: str, *arguments: str, timeout_s: float = 50.0) -> tuple[lis
 def test_a_script_gives_its_launches_and_starts_none(name: str, place: Path) -> None:
     script, expected = SCRIPTS[name]
     launches, result = captured(script, "2")
-    # Of nodes that are started together, any may be the last.
+    # Nodes are started together, so any of them may be the last.
     assert [re.sub(r"(?<=--node_rank )\d", "N", launch) for launch in launches] == expected, result.last_lines
     assert not (place / "STARTED").exists()
     assert processes_of(place) == []

@@ -1,5 +1,5 @@
-"""A hybrid model's launch, read and written: patterns and stages as Megatron deals them out, what is refused, and
-what a plan searches."""
+"""Launches of hybrid models, read and written: patterns and stages as in Megatron, refusals, and what a plan
+searches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(*flags: str) -> Reading:
 def hybrids(draw: st.DrawFn) -> Setup:
     setup = draw(setups().filter(lambda setup: setup.context == 1))
     pattern = "".join(draw(st.text("M*-E", min_size=number, max_size=number)) for number in setup.layers)
-    # Of all patterns the one that Megatron cannot be told.
+    # The one pattern that Megatron cannot be given.
     assume(pattern != "--")
     hybrid = Hybrid(pattern, draw(st.sampled_from([8, 16])), 64, 32, draw(st.sampled_from([4, 8])))
     changes: dict[str, Any] = {"hybrid": hybrid, "experts": Experts(8, 2, 256) if "E" in pattern else None}
@@ -52,8 +52,7 @@ def hybrids(draw: st.DrawFn) -> Setup:
 @settings(deadline=None, max_examples=100)
 @given(hybrids())
 def test_what_we_write_we_read(setup: Setup) -> None:
-    """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the
-    setup does."""
+    """The flags name the expert tensor parallelism, which a setup may leave at its default."""
     flags = megatron_flags(setup)
     result = setup_from(flags, setup.cluster, 1000, "gpu")
     if setup.model.experts is not None:
@@ -69,8 +68,7 @@ def test_published_models_come_back(model: Model) -> None:
 
 
 def test_what_megatron_takes_for_granted() -> None:
-    """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the
-    hidden size has."""
+    """The old flag and stack, a number of layers that the pattern overrides, and heads for twice the hidden size."""
     words = ("--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "8", "--mamba-head-dim", "128")
     result = read(
         *words,
@@ -87,7 +85,7 @@ def test_what_megatron_takes_for_granted() -> None:
 
 
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs"
-# Flags, and a part of what is said of them; the last pattern only argparse before Python 3.13 does not take.
+# Flags, and a part of the message; the last row is for argparse before Python 3.13.
 REFUSED = rf"""
 --hybrid-layer-pattern M*/M/M: --hybrid-layer-pattern M*/M/M: the pattern has '/': prediction of further tokens (/)
 --hybrid-layer-pattern MG: gated delta nets
@@ -116,7 +114,7 @@ def test_what_is_not_modelled_or_not_megatrons_is_refused(row: str) -> None:
 
 
 def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:
-    """Two groups of heads, and a sequence so long that it would be tried in parts."""
+    """The model has two groups of heads, and the sequence is long enough for context parallelism."""
     model = replace(NEMOTRON_H_8B, num_layers=4, hybrid=Hybrid("M*M-", 128, num_groups=2), sequence=65536)
     space = Space(
         model, parse_cluster("h100-80g:1x8"), 64, 65536, max_micro_batch=1, schedules=("1f1b",), contexts=(1, 2, 4)
@@ -135,13 +133,13 @@ def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> No
         *STACK,
     ]
 
-    def said(command: str) -> str:
+    def output(command: str) -> str:
         assert main([*command.split(), "--cluster", "h100-80g:1x2", *launch]) == 0
         return capsys.readouterr().out
 
-    assert json.loads(said("simulate --format json"))["configuration"]["pattern"] == "M-M*|M-M-"
-    assert "--hybrid-layer-pattern" in said("plan --rows 1 --emit-args 1 --gbs 8")
-    rows = said("plan --rows 50 --schedule interleaved-1f1b --gbs 8")
+    assert json.loads(output("simulate --format json"))["configuration"]["pattern"] == "M-M*|M-M-"
+    assert "--hybrid-layer-pattern" in output("plan --rows 1 --emit-args 1 --gbs 8")
+    rows = output("plan --rows 50 --schedule interleaved-1f1b --gbs 8")
     assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in rows
     assert "--num-layers-per-virtual-pipeline-stage" not in rows
-    assert json.loads(said("simulate --schedule zb-v --format json"))["configuration"]["pattern"] == "M-|M*|M-|M-"
+    assert json.loads(output("simulate --schedule zb-v --format json"))["configuration"]["pattern"] == "M-|M*|M-|M-"

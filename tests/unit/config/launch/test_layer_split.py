@@ -1,4 +1,4 @@
-"""Layers on stages and Megatron's flags for them: there and back, and what Megatron would refuse is refused."""
+"""Layers on stages and Megatron's flags for them: round trips, and what Megatron would refuse is refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NAMES = {
 
 
 def split(num_layers: int, pipeline: int, **given: object) -> Options:
-    """Arguments of so many layers and ranks, and of the flags that place layers."""
+    """Return arguments with these numbers of layers and ranks, and with these flags that place layers."""
     named = {NAMES[name]: value for name, value in given.items()}
     sizes = {"num_layers": num_layers, "pipeline_model_parallel_size": pipeline}
     return Options(**{flag.field: flag.default for flag in READ.values()} | sizes | named)
 
 
 def placed(flags: list[str], layers: tuple[int, ...], pipeline: int, further: int = 0) -> tuple[object, object]:
-    """The layers of every stage, and the stage of further tokens, as a launch with these flags has them."""
+    """Return each stage's layers and the stage of further tokens, as in a launch with these flags."""
     sizes = ["--num-layers", str(sum(layers)), "--pipeline-model-parallel-size", str(pipeline)]
     more = ["--mtp-num-layers", str(further)] if further else []
     options = read_command([*SIZES, *sizes, *flags, *more]).options
@@ -54,7 +54,7 @@ def test_there_and_back(pipeline: int, chunks: int, data: st.DataObject) -> None
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_further_tokens_there_and_back(pipeline: int, chunks: int, further: int, apart: bool) -> None:
-    """On the last stage, or alone on the one before; that the layers are equal says it only of the last."""
+    """Further tokens are on the last stage, or alone on the one before."""
     layers = (1,) * (pipeline * chunks - 2) + ((0, 0) if apart else (1, 1))
     mtp_stage = len(layers) - 2 if apart else None
     if not sum(layers):
@@ -82,7 +82,7 @@ def test_a_split_gives_every_layer_once(num_layers: int, num_stages: int) -> Non
 
 
 def test_llama_405b_as_its_authors_laid_it() -> None:
-    """One layer less on the first and on the last stage."""
+    """One layer fewer on the first and on the last stage."""
     layers = split_layers(126, 64, allow_uneven=True)
     assert layers == (1, *(2,) * 62, 1)
     account_flags = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]

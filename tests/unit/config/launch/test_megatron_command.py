@@ -1,5 +1,5 @@
-"""Megatron's command line, read as our options: there and back for every setup, contradictions refused, and the
-tables held to Megatron."""
+"""Megatron's command line, read as our options: round trips of setups, contradictions refused, and tables checked
+against Megatron."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def read(*flags: str) -> Reading:
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
-    """Any that Megatron's flags can say: without selective recomputation of flash attention's module, everything
-    can."""
+    """Draw a setup that Megatron's flags can express."""
     pipeline, chunks, tensor = (
         draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([1, 2])),
@@ -57,7 +56,7 @@ def setups(draw: st.DrawFn) -> Setup:
         st.sampled_from(FP8_RECIPES[:3]),
         st.booleans() if distributed else st.just(False),
     )
-    # Of eight devices, and of no more than two query groups.
+    # On at most eight devices.
     context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
     ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
     drawn = (draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])))
@@ -92,7 +91,6 @@ def setups(draw: st.DrawFn) -> Setup:
 @settings(deadline=None, max_examples=150)
 @given(setups())
 def test_what_we_write_we_read(setup: Setup) -> None:
-    """The flags of a setup, read again, are the same setup."""
     words = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *megatron_flags(setup), "--vocab-size", "1000"]
     reading = read_command(words)
     assert (reading.not_considered, reading.devices) == ((), (1, 8))
@@ -100,13 +98,13 @@ def test_what_we_write_we_read(setup: Setup) -> None:
 
 
 def arguments(**more: object) -> SimpleNamespace:
-    """Megatron's, for the flags of SMALL and more."""
+    """Return Megatron's arguments for the flags of SMALL and more."""
     sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 1000}
     return SimpleNamespace(**sizes, **more)
 
 
 def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> None:
-    """The arguments of every launch with tensor parallelism were refused for it."""
+    """Every launch with tensor parallelism was refused because of these arguments."""
     sizes = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
     settings = MegatronSettings.from_args(arguments(**sizes, expert_tensor_parallel_num_weight_shards=2))
     assert read_settings(settings).options["tensor"] == 2
@@ -116,7 +114,7 @@ def test_what_validation_sets_to_a_parallel_size_is_no_flag_that_was_given() -> 
 
 
 def test_arguments_are_read_as_the_flags_are() -> None:
-    """Validation replaces types by torch's, and sets what bf16 implies; switches make arguments false."""
+    """Validation replaces types by torch's and sets what bf16 implies; some switches set arguments to False."""
     by_flags = read(*"--disable-bias-linear --fp8-format hybrid --bf16 --bpipe --bpipe-memory 70".split()).options
     args = arguments(
         add_bias_linear=False,
@@ -159,9 +157,9 @@ def test_megatrons_defaults() -> None:
     assert read("--transformer-impl", "local").options["attention"] == "unfused"
     assert read("--use-rotary-position-embeddings").options["rotary"] is True
     assert read("--recompute-activations").options["recompute"] == "selective"
-    # A layer of Megatron's, as where the number is left out.
+    # If no number is given, Megatron recomputes layer by layer.
     assert read("--recompute-granularity", "full", "--recompute-method", "uniform").options["recompute"] == "full"
-    # Of a model without experts Megatron takes the name, and nothing is recomputed.
+    # In a model without experts Megatron accepts the name, and nothing is recomputed.
     dense = read("--recompute-granularity", "selective", "--recompute-modules", "moe", "mlp", "core_attn")
     assert dense.options["recompute"] == "selective:core_attn+mlp"
     assert "--recompute-modules moe recomputes nothing in a model without experts" in dense.notes
@@ -336,12 +334,12 @@ def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, 
         theirs = megatrons[flag]
         assert action.nargs == theirs["nargs"], flag
         if theirs["nargs"] == 0:
-            # A switch that Megatron turns off by giving it is on by default there.
+            # A switch that turns something off is on by default.
             assert theirs["default"] is (theirs["switch"] == "_StoreFalseAction"), flag
             continue
         assert action.default == theirs["default"], flag
         assert (action.choices and sorted(action.choices)) == theirs["choices"], flag
-        # Ours say of a number also how large it can be.
+        # Our types also limit the size of numbers.
         kind = getattr(action.type, "__name__", None)
         assert kind == "str" or theirs["type"] in (
             kind,
@@ -365,8 +363,7 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
     without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
     assert not without & (set(READ) | set(REFUSED))
     words = tuple(("recompute offload fp8 fp4 moe expert fsdp shard dtype fusion overlap cuda-graph mtp").split())
-    # What only says how a scale comes from past values is done either way, no training generates text, and a graph is the
-    # same whenever it is captured.
+    # No influence: how a scale comes from past values, how text is generated, and when a graph is captured.
     scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--mtp-loss-scaling-factor"}
     scales |= {"--cuda-graph-warmup-steps"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
@@ -389,14 +386,13 @@ def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[
     ],
 )
 def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str) -> None:
-    """Listed as not considered, a typo was predicted as if the flag was not there; 1 passed for nothing of every
-    flag."""
+    """A typo was listed as not considered and predicted as if it were not there; 1 counted as off for every flag."""
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*flags.split())
 
 
 def test_all_flags_that_megatron_does_not_know_are_named_at_once() -> None:
-    """A script may have flags of its own, whatever they resemble."""
+    """A script may have flags of its own, even if they resemble Megatron's."""
     *_, note = read("--sequence-paralel", "--bpip", "--num_layers", "4", "--my-own", "x").notes
     assert note == (
         "Megatron's parser does not know --sequence-paralel (did you mean '--sequence-parallel'?), --bpip (did you "
@@ -407,7 +403,7 @@ def test_all_flags_that_megatron_does_not_know_are_named_at_once() -> None:
 
 
 def test_absurd_numbers_are_refused() -> None:
-    """Ranks were listed one by one: 10^30 nodes never came to an end."""
+    """Ranks were listed one by one, which never ended for 10^30 nodes."""
     sizes = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
     with pytest.raises(ValueError, match="nodes of 8 processes: give at most 99999 of each"):
         read_command(["torchrun", "--nproc_per_node", "8", "--nnodes", "1" * 30, "pretrain_gpt.py", *sizes])
@@ -417,7 +413,7 @@ def test_absurd_numbers_are_refused() -> None:
         read_command([*sizes, "--num-layers", "1" * 30])
 
 
-# What each of these takes or saves is gigabytes of a large model.
+# Each of these takes or saves gigabytes in a large model.
 LARGE = (
     *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
     *("--enable-cuda-graph", "--external-cuda-graph", "--cpu-offloading-num-layers 1"),

@@ -1,5 +1,4 @@
-"""The flags of a configuration: each once, with its values; and Megatron's own parser and validation take them and
-mean the same."""
+"""The flags of a configuration: Megatron's own parser and validation accept them, and they mean the same."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
 
 
 def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
-    """A small model with these layers, in chunks where there are more stages than ranks."""
+    """A small model with these layers, in chunks if there are more stages than ranks."""
     model = replace(PRESETS["gpt3-13b"], num_layers=sum(layers))
     chunks = len(layers) // pipeline
     schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
@@ -36,7 +35,7 @@ def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
     return Setup(*sizes, schedule=schedule, num_chunks=chunks)
 
 
-# Every way Megatron can be told, with one stage per rank and with chunks.
+# Every way to give layers to Megatron, with one stage per rank and with chunks.
 UNEVEN = [
     uneven((3, 4, 4, 3), 4),
     uneven((5, 6), 2),
@@ -77,8 +76,8 @@ def test_flags_of_the_papers_case() -> None:
 
 
 def rows_of_plans() -> list[Setup]:
-    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced
-    ones of their own."""
+    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced rows
+    alone."""
     spaces = [
         Space(PRESETS[model], parse_cluster(cluster), batch, sequence, **more)
         for model, cluster, batch, sequence, more in (
@@ -103,7 +102,7 @@ def rows_of_plans() -> list[Setup]:
 def test_megatron_validates_them_and_means_the_same() -> None:
     rows = SETUPS + UNEVEN + rows_of_plans()
     assert len(rows) >= 15
-    # Beside what a budget balances.
+    # Apart from rows that are balanced within a budget.
     assert {row.balance for row in rows if row.activation_budget is None} == {None, EVENLY}
     assert any(row.num_chunks > 1 for row in rows)
     result = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
@@ -114,7 +113,7 @@ def test_megatron_validates_them_and_means_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_validated_arguments_and_their_log_are_predicted_as_the_flags_are() -> None:
-    """Validation sets further arguments, and some otherwise than the flags."""
+    """Validation sets further arguments, and changes some that flags set."""
     more = ("--bpipe --bpipe-memory 70", "--bpipe-schedule bitpipe")
     launches = [(row.cluster.num_devices, megatron_flags(row)) for row in SETUPS]
     launches += [(8, [*megatron_flags(SETUPS[4]), *words.split()]) for words in more]

@@ -1,5 +1,5 @@
-"""The Megatron that is installed judges launches: what it refuses is refused in its words, with the flags that it is
-about, and what it takes is not."""
+"""Launches judged by the installed Megatron: what it refuses is refused in its words, with the flags concerned, and
+what it accepts is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE = (
     "--max-position-embeddings 2048 --vocab-size 32000 --bf16 --micro-batch-size 1"
 )
 EXPERTS = "--num-experts 8 --expert-model-parallel-size 2 --moe-grouped-gemm"
-# Flags behind BASE, and what the refusal says: a part of Megatron's message, and a flag.
+# Flags after BASE, and what the refusal says: a part of Megatron's message, and a flag.
 _REFUSED = f"""
 --pipeline-model-parallel-size 6 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24: \
     should range in [PP=6 , M=3]; --global-batch-size 24
@@ -45,13 +45,13 @@ _REFUSED = f"""
     only works with alltoall; --moe-shared-expert-overlap
 """
 REFUSED = dict(re.split(r":\s+", row) for row in _REFUSED.strip().splitlines())
-# Flags behind BASE that only our trainer refuses, and a part of its line.
+# Flags after BASE that only our trainer refuses, and a part of its message.
 REFUSED_BY_THE_TRAINER = {
     "--pipeline-model-parallel-size 6 --bpipe-bound 3": "--bpipe-bound 3 says how to balance: give --bpipe too",
     "--pipeline-model-parallel-size 6 --bpipe-schedule v-half --num-layers 40": "cannot be divided into 12 equal",
     "--pipeline-model-parallel-size 6 --bpipe --bpipe-schedule 1f1b --bpipe-delay 2": "1f1b does not delay weight gradients",
 }
-# Flags behind BASE with which it starts.
+# Flags after BASE with which a launch starts.
 ACCEPTED = (
     *("", "--pipeline-model-parallel-size 6 --bpipe", "--pipeline-model-parallel-size 6 --fp8-format hybrid"),
     "--pipeline-model-parallel-size 6 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 48 --bpipe",
@@ -71,7 +71,7 @@ def _judged(launches: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def judgements_of(asked: Sequence[tuple[Sequence[str], tuple[int, int] | None]]) -> list[dict[str, Any]]:
-    """Return what the installed Megatron says of launches, flags and devices each, by one process."""
+    """Return what the installed Megatron says of each launch (flags and devices), from one process."""
     ended = subprocess.run(
         [sys.executable, "-m", validation.PROGRAM],
         input=json.dumps(asked),
@@ -136,8 +136,8 @@ class TestMegatron:
     def test_every_command_refuses_what_megatron_refuses(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """`check-launch` called it supported, and `simulate` predicted it: 20 layers, of which it trains one. `plan` gave
-        advice and exit status 0."""
+        """`check-launch` called it supported, `simulate` predicted it and `plan` gave advice and exit status 0: 20
+        layers, of which Megatron would train one."""
         words = f"{BASE} --num-layers 20 --pipeline-model-parallel-size 1 --decoder-last-pipeline-num-layers 1".split()
         file = tmp_path / "launch.json"
         file.write_text(write_launches([{"words": words, "environment": {}}]))
