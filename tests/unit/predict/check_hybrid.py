@@ -1,7 +1,7 @@
-"""Parameters of Megatron's own hybrid layers, and what the model says of them.
+"""Compare the parameters of Megatron's own hybrid layers with the predicted ones.
 
-In a process of its own, because importing Megatron takes seconds. Mamba's kernels need a GPU, and its layer is only
-built: by Megatron's `MambaMixer`, with a stand-in for the norm that mamba_ssm has. Ends with 0 when all is well.
+In a process of its own, because importing Megatron takes seconds. Mamba's kernels need a GPU, so its layer is only
+built, by Megatron's `MambaMixer` with a stand-in for the norm that mamba_ssm has. Exits with 0 if all agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-# Prepares Megatron at its import.
+# Importing check_saved prepares Megatron.
 from check_saved import add_arguments, megatron_flags, one_stage, parse_cluster, torch
 
 from bpipe.predict.flops import layer_parameters
@@ -28,7 +28,7 @@ MIXTURE = replace(LLAMA, name="mixture", hybrid=Hybrid("*EM", 8, 16, 16, 4), exp
 
 
 class Norm(torch.nn.Module):
-    """As wide as mamba_ssm's, whose kernels are not here."""
+    """A norm as wide as mamba_ssm's, which is not installed here."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, **_: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Norm(torch.nn.Module):
 
 
 def setup(model: Model, precision: str, tensor: int) -> Setup:
-    """Kernels of a CPU are modelled of all layers but Mamba's, which are only built here."""
+    """Return a setup with attention instead of Mamba layers, for which a CPU's kernels are not modelled."""
     assert model.hybrid is not None
     model = replace(model, hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")))
     cluster, layers = parse_cluster(f"a100-80g:{tensor}"), (model.num_layers,)
@@ -48,7 +48,7 @@ def setup(model: Model, precision: str, tensor: int) -> Setup:
 
 
 def stack(model: Model) -> Any:
-    """Megatron's hybrid stack of its local parts."""
+    """Megatron's hybrid stack, made of its local layers."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
@@ -81,7 +81,7 @@ def stack(model: Model) -> Any:
 
 @contextlib.contextmanager
 def layers(args: Any, model: Model) -> Any:
-    """Those of the first tensor-parallel rank, built by Megatron's stack."""
+    """Yield the first tensor-parallel rank's layers, built by Megatron's stack."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,7 +111,7 @@ def layers(args: Any, model: Model) -> Any:
 
 
 def differences(args: Any, tensor: int, model: Model) -> list[str]:
-    """What differs of each layer."""
+    """Return what differs, layer by layer."""
     wrong = []
     with contextlib.redirect_stdout(io.StringIO()), layers(args, model) as built:
         for place, layer in enumerate(built):

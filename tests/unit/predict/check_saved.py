@@ -1,8 +1,8 @@
-"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage and the parameters
-of every case must agree.
+"""Compare what Megatron's own layers save on a CPU with predictions for kernels `cpu`: storages and parameters must
+agree.
 
-In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake
-ones. Prints the number of cases; ends with 0 when all is well.
+In a process of its own, because importing Megatron takes seconds. Other tensor-parallel ranks are fake. Prints the
+number of cases; exits with 0 if all agree.
 """
 
 # ruff: noqa: E402
@@ -70,7 +70,7 @@ def setup(
 
 
 def cases() -> list[tuple[Setup, tuple[int, ...]]]:
-    """Setups, and the stages of each to look at."""
+    """Return setups, and the stages of each to compare."""
     cuts = ((1, True), (2, True), (2, False))
     result = [
         (setup(GPT, precision, recompute, t, sp, 2), (FIRST, INNER, LAST))
@@ -89,7 +89,7 @@ def cases() -> list[tuple[Setup, tuple[int, ...]]]:
 
 
 def experts() -> list[tuple[Setup, tuple[int, ...]]]:
-    """Each way of routing, and of layers with and without experts some of each.
+    """Each way of routing, and some models with experts only in some layers.
 
     Eight experts of another size than the MLP.
     """
@@ -136,7 +136,7 @@ def further() -> list[tuple[Setup, tuple[int, ...]]]:
 
 
 def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
-    """Of three layers per stage some, or some at once; of layers parts, one or several."""
+    """Some of a stage's three layers, several layers at once, and one or several parts of layers."""
     result = []
     for model, recompute in product(
         (GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")
@@ -169,17 +169,16 @@ def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
 
 
 def agree(setup: Setup, measured: Counter[int], predicted: Counter[int]) -> bool:
-    """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's
-    choice."""
+    """Whether storages agree; with experts only their sum, because the router decides how many tokens each gets."""
     if setup.model.experts is None:
         return measured == predicted
     return sum(size * num for size, num in measured.items()) == sum(size * num for size, num in predicted.items())
 
 
 def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int, int]:
-    """How many storages of each size, how many bytes of them may leave, and how many parameters there are.
+    """Return the number of storages of each size, the bytes that can be evicted, and the number of parameters.
 
-    What is received may be held by the loop, too.
+    What is received counts, although the loop may hold it, too.
     """
     MTPLossLoggingHelper.tracker.clear()
     with one_stage.chunks(args, stage) as (model,):

@@ -1,8 +1,6 @@
 """Load two functions of the installed Megatron without the rest of it, which takes seconds.
 
-In: nothing. Out: the functions.
-
-They are oracles: what Megatron itself says a model weighs and computes.
+They are oracles: Megatron's own numbers of a model's bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def _training_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_memory() -> ModuleType:
-    """theoretical_memory_usage.py beside stand-ins for the two helpers it imports."""
+    """theoretical_memory_usage.py, with stand-ins for the two helpers that it imports."""
     package, utils = ModuleType("theoretical"), ModuleType("theoretical.utils")
     package.__path__ = []
     utils.is_hybrid_model = lambda args: False  # type: ignore[attr-defined]
@@ -63,8 +61,7 @@ def megatron_flops() -> Callable[..., float]:
 
 @pytest.fixture
 def megatron_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `num_floating_point_operations` imports of hybrid models' patterns, where it looks for it: compiled by
-    itself, too."""
+    """The patterns of hybrid models, also compiled alone, where `num_floating_point_operations` imports them."""
     name = "megatron.core.models.hybrid.hybrid_layer_allocation"
     path = _training_folder().parent / "core" / "models" / "hybrid" / "hybrid_layer_allocation.py"
     names = ("Symbols", "ParsedHybridPattern", "parse_hybrid_pattern", "get_hybrid_layer_counts", "_validate_pattern")
@@ -82,7 +79,7 @@ def megatron_args() -> Callable[[Any], SimpleNamespace]:
     def args(setup: Any) -> SimpleNamespace:
         model, experts = setup.model, setup.model.experts
         values = vars(MegatronSettings.from_flags(megatron_flags(setup)).values)
-        # What validation derives, and what no flag of ours says.
+        # What validation derives, and what none of our flags sets.
         values |= {
             "num_query_groups": model.num_query_groups,
             "padded_vocab_size": setup.padded_vocabulary,

@@ -1,7 +1,4 @@
-"""Hybrid models, and such with experts, latent attention and windows, by the sizes that their authors publish.
-
-Knows no test.
-"""
+"""Models by their published sizes: hybrid ones, and ones with experts, latent attention or windows."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def nemotron(
 ) -> Model:
     """A hybrid: squared ReLU, RMSNorm, no positions, no biases, 131072 tokens.
 
-    `sizes`: hidden, heads, groups, and an MLP's.
+    `sizes`: hidden size, heads, groups, and the MLP's size.
     """
     hidden, heads, groups, ffn = sizes
     return replace(

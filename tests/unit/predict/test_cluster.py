@@ -1,5 +1,4 @@
-"""Clusters, by name and from files: every number arrives in its unit, and what is wrong is named with its key and
-file."""
+"""Clusters, by name and from files: every number has the right unit, and errors name the key and the file."""
 
 from __future__ import annotations
 
@@ -90,24 +89,24 @@ def setup_on(cluster: str, **changes: Any) -> Setup:
 
 
 def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
-    """Between trays of a rack messages, tensor parallelism and reductions are as fast as inside of one; copies into
-    a partner's memory end at the tray."""
+    """Between trays of a rack, messages, tensor parallelism and reductions are as fast as inside of one, but copies
+    into a partner's memory are not possible."""
     rack, trays, node = setup_on("gb200-nvl72:16x4"), setup_on("gb200-186g:16x4"), setup_on("gb200-186g:1x64")
     assert (rank_nodes(rack), rank_domains(rack)) == ((0, 2, 4, 6, 8, 10, 12, 14), (0,) * 8)
     assert rank_nodes(trays) == rank_domains(trays) == rank_nodes(rack)
     assert predict(rack).timing == predict(node).timing
     assert predict(rack).timing.iteration_s < predict(trays).timing.iteration_s
     assert (replicas_share_nodes(rack), replicas_share_nodes(trays)) == (True, False)
-    # A pair of eight devices is on two trays, one behind the other.
+    # A pair of eight devices is on two trays.
     balanced = replace(rack, balance=EVENLY)
     costs = [
         predict_costs(setup) for setup in (balanced, replace(trays, balance=EVENLY), replace(node, balance=EVENLY))
     ]
     assert [cost.links.crosses(0, 7) for cost in costs] == [False, True, False]
     assert [len(cost.one_sided) for cost in costs] == [0, 0, 8]
-    # A pair of four is on one.
+    # A pair of four devices is on one.
     assert len(predict_costs(replace(balanced, tensor=2)).one_sided) == 8
-    # Beyond a tray, and beyond a rack.
+    # Tensor parallelism beyond a tray, and beyond a rack.
     assert rank_domains(setup_on("gb200-nvl72:16x4", tensor=8, pipeline=4)) == (0,) * 4
     with pytest.raises(ValueError, match="tensor parallel 8 does not divide the 4 devices of a node"):
         setup_on("gb200-186g:16x4", tensor=8, pipeline=4)

@@ -1,5 +1,4 @@
-"""Context parallelism: what is divided, who waits for whom beside a clock, where parts lie beside Megatron's own
-ranks, what is refused."""
+"""Context parallelism: equal steps of a ring, exposed exchanges, parts where Megatron places them, and refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 2, 2, 1, 32, 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
-    """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half
-    of the diagonal's."""
+    """Each rank has two of 2c parts, one from the front and one from the back. On the diagonal half of the pairs of
+    tokens count."""
     size = 4
     ours = [[part, 2 * context - 1 - part] for part in range(context)]
 
@@ -55,7 +54,7 @@ def test_what_is_gathered_is_waited_for() -> None:
     assert result["all_gather"] == pytest.approx(3 * both / link + LINK_LATENCY_S)
     assert result["a2a"] == pytest.approx(3 / 4 * (2 * query + both) / link + 2 * LINK_LATENCY_S)
     assert result["p2p"] == pytest.approx(0.0, abs=1e-12)
-    # Two of four on another node: half of what leaves takes the port, and of what is gathered two parts come over two.
+    # Two of four ranks are on another node: half of what is sent takes the port; two gathered parts take two ports.
     apart = replace(fast, cluster=Cluster(fast.cluster.device, 16, 4))
     port = fast.cluster.device.between_bytes_per_s * LINK_EFFICIENCY
     result = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
@@ -94,7 +93,7 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
 @given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8]))
 def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, per_node: int) -> None:
     nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, per_node, per_node), False, None)
-    # The first tensor-parallel rank's: data-parallel and context-parallel ranks together reduce gradients.
+    # Of the first tensor-parallel rank: data- and context-parallel ranks reduce gradients together.
     for number, group in enumerate(_megatrons_groups(tensor, context, pipeline, data, "dp-cp")[::tensor]):
         assert [nodes[number, copy] for copy in range(data * context)] == [rank // per_node for rank in group]
     rings = _megatrons_groups(tensor, context, pipeline, data, "cp")[::tensor]
@@ -130,6 +129,6 @@ def test_impossible_setups_are_refused(changes: dict[str, Any], message: str) ->
 def test_profiles_without_context_parallelism_do_not_apply() -> None:
     two = replace(LLAMA, context=2)
     assert "measured without context parallelism" in str(Profile("file", (), (("tensor", 2),)).conflict(two))
-    # What attention gives before it is exchanged is kept beside what the projection reads.
+    # The output of attention before its exchange is kept, and so is the input of the projection.
     rows = {how: total(layer_saved(replace(two, cp_comm_type=how))) for how in CP_COMM_TYPES}
     assert rows["all_gather"] == rows["a2a"] == rows["p2p"] + 2 * 65536 * 4096 // 2

@@ -1,5 +1,5 @@
-"""What Megatron's `HybridDeviceOptimizer` holds on the device and on the CPU, beside what is predicted. Meta tensors stand
-in for those of a device."""
+"""What Megatron's `HybridDeviceOptimizer` holds on the device and on the CPU, compared with the prediction. Meta
+tensors stand in for a device's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bpipe.predict.states import cpu_optimizer_bytes, rank_parameters
 from bpipe.predict.training import StateTypes, Switches
 
 torch = pytest.importorskip("torch")
-# Parameters, all alike, so that any quarter of them is a share.
+# Equal parameters, so that any quarter of them can be offloaded.
 COUNT, SIZE = 4, 1000
 LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:1x8"), 2, 2, 1, 64, 8192, (16, 16), "none", "flash")
 
@@ -37,7 +37,7 @@ def with_share(share: float, *, short_gradients: bool = False) -> Setup:
 
 @contextlib.contextmanager
 def meta_is_a_device() -> Iterator[None]:
-    """Let tensors of the meta device be those of a GPU."""
+    """Let tensors of the meta device pass for a GPU's."""
     copy, empty, stream = torch.Tensor.copy_, torch.empty, mock.MagicMock()
 
     def copied(self: Any, source: Any, **_: object) -> Any:
@@ -56,7 +56,7 @@ def meta_is_a_device() -> Iterator[None]:
 
 
 def held_by_megatrons(share: float, gradients: Any) -> tuple[float, float]:
-    """Bytes per parameter on the device and on the CPU after an update, beside 16-bit weights and gradients."""
+    """Return bytes per parameter on the device and on the CPU after an update, besides 16-bit weights and gradients."""
     package = importlib.util.find_spec("megatron.core")
     if package is None:
         pytest.skip("megatron-core is not installed")
@@ -123,7 +123,7 @@ def test_only_transfers_are_timed_and_the_rest_is_named(capsys: pytest.CaptureFi
 
 
 def test_fit_proposes_it_behind_what_is_timed() -> None:
-    """Its place among the others is not known."""
+    """Its time is not known, so it comes after the others."""
     ways = ways_to_fit(replace(LLAMA, recompute="full"))
     offloaded = [way.setup.state_types.optimizer_cpu_offload for way in ways if way.can_run]
     assert any(offloaded)

@@ -1,4 +1,4 @@
-"""Experts and latent attention: what travels, and what is refused."""
+"""Experts and latent attention: parameters, exchanges of tokens, patterns, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def setup_of(model: Model, t: int = 1, p: int = 4, devices: str = "h100-80g:4x8"
 
 
 def test_seconds_of_token_exchanges() -> None:
-    """Within a node NVLink has seven eighths of what is sent; over two nodes a device's port has half of it, and
+    """Within a node NVLink carries seven eighths of what is sent; across two nodes a device's port carries half, which
     takes longer."""
     assert exchange(setup_of(MIXTRAL_8X7B, routing=Routing(1))).seconds == 0
     inside = exchange(setup_of(MIXTRAL_8X7B, routing=Routing(8)))
@@ -43,7 +43,7 @@ def test_seconds_of_token_exchanges() -> None:
     assert inside.seconds == pytest.approx(sent * 7 / 8 / (450e9 * 0.77) + 20e-6)
     halves = exchange(setup_of(MIXTRAL_8X7B, devices="h100-80g:8x4", routing=Routing(8)))
     assert halves.between_s == pytest.approx(sent / 2 / (50e9 * 0.77))
-    # Each token once to the other node, where three quarters and more have an expert: of 2 of 8.
+    # A token goes to the other node once, if one of its 2 of 8 experts is there: 1 - 6 / 28 of all tokens.
     once = exchange(setup_of(MIXTRAL_8X7B, devices="h100-80g:8x4", routing=Routing(8, dispatcher="flex")))
     assert once.between_s == pytest.approx(halves.between_s * (1 - 6 / 28))
     everything = exchange(setup_of(MIXTRAL_8X7B, routing=Routing(8, dispatcher="allgather")))

@@ -1,4 +1,4 @@
-"""FLOPs: Megatron's function."""
+"""FLOPs, compared with Megatron's function."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Split backwards: seconds of their halves, measured ones, and what a rank holds between them, from orders of any
-shape."""
+"""Split backwards: predicted and measured seconds of the halves, and what a rank holds between them."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ def test_the_halves_are_the_whole() -> None:
     forward, backward = layer_seconds(ALONE)
     first, second = every_seconds(ALONE)[2:]
     assert first + second == pytest.approx(backward)
-    # Of a forward, W has the products alone; I has the attention's backward, two and a half times its forward, too.
+    # W has only a forward's products; I has them and the attention's backward, two and a half times its forward.
     assert second < forward < first
 
 
 def test_measured_seconds(tmp_path: Path) -> None:
-    """Of a whole backward the halves keep their predicted shares; measured halves stand, scaled to a stage's layers."""
+    """Halves keep their predicted shares of a measured backward; measured halves are scaled to a stage's layers."""
     predicted = predict_costs(LLAMA)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"stages": [{"backward_s": 0.02, "layers": 1}]}))
@@ -73,7 +72,7 @@ def test_halves_of_their_own_need_not_add_up() -> None:
 
 
 def split_1f1b(p: int, m: int) -> Schedule:
-    """1F1B whose weights' halves run one backward late."""
+    """1F1B whose weight gradients run one backward late."""
     orders = []
     for order in one_f_one_b.in_turn(p, m, 1):
         row: list[Action] = []
@@ -103,7 +102,7 @@ BALANCED = balance(split_1f1b(6, 12))
     ids=["half", "min", "1f1b", "1f1b balanced"],
 )
 def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fraction) -> None:
-    """Of stages of different sizes, held as much, less or more between the halves."""
+    """Stages of different sizes, which hold as much, less or more between the halves."""
     saved = tuple(100 + 10 * stage for stage in range(schedule.num_stages))
     between = tuple(int(share * size) for size in saved)
     for rank, orders in enumerate(held_by(schedule)):

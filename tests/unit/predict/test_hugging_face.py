@@ -1,5 +1,5 @@
-"""Models of Hugging Face's files: as many parameters as their authors say, what differs from LLaMA, and what is
-refused by name."""
+"""Models from Hugging Face's files: parameters as their authors count them, what differs from LLaMA, and refusals by
+name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINES = (Path(__file__).resolve().parents[2] / "data" / "hugging_face.csv").read
 MODELS = {
     row["name"]: row for row in csv.DictReader((line for line in LINES if not line.startswith("#")), delimiter=";")
 }
-# Those of which a launch says more than sizes and switches.
+# Models whose launches give more than sizes and switches.
 UNLIKE = [name for name, row in MODELS.items() if any(key in row["others"] for key in ("experts", "lora", "window"))]
 
 
@@ -69,7 +69,7 @@ def test_a_file_gives_as_many_parameters_as_its_authors_count(name: str, tmp_pat
 
 
 def test_parameters_are_exact(tmp_path: Path) -> None:
-    """What transformers count of these two, biases and norms of heads included."""
+    """As transformers counts them, biases and norms of heads included."""
     assert num_parameters(model_of(tmp_path, "Qwen2.5-0.5B")) == 494_032_768
     assert num_parameters(model_of(tmp_path, "Llama-3.1-8B")) == 8_030_261_248
 
@@ -83,7 +83,7 @@ def test_chunks_of_attention_are_refused_where_they_matter(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
-    """There and back through Megatron's flags: experts, latent attention, windows, and how tokens come to experts."""
+    """Through Megatron's flags and back: experts, latent attention, windows and routing."""
     model = model_of(tmp_path, name)
     routing = Routing(2, 1, "flex", 1.25, True) if model.experts else Routing()
     ours = setup_of(model, routing=routing)
@@ -114,7 +114,7 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_flags_say_which_model_it_is(name: str, flags: list[str], tmp_path: Path) -> None:
-    """A launch of Qwen trained without biases, and without its norms."""
+    """A launch of Qwen trained without its biases and norms."""
     ours = setup_of(model_of(tmp_path, name))
     words = megatron_flags(ours)
     switches = {"--squared-relu", "--swiglu", "--add-qkv-bias", "--qk-layernorm"}
@@ -130,7 +130,7 @@ def test_the_flags_say_which_model_it_is(name: str, flags: list[str], tmp_path: 
 
 
 def test_windows_make_attention_shorter(tmp_path: Path) -> None:
-    """Of 4096 tokens a window of 2048 leaves three quarters of the causal half."""
+    """A window of 2048 in 4096 tokens leaves three quarters of causal attention."""
     model = model_of(tmp_path, "Mistral-7B", sliding_window=2048)
     with pytest.raises(ValueError, match="windows are modelled with attention flash only"):
         setup_of(model, attention="unfused")
@@ -140,7 +140,7 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
     assert layer_seconds(setup_of(model, sequence=2048)) == layer_seconds(
         setup_of(replace(model, window=None), sequence=2048)
     )
-    # Qwen's files name one, and do not use it.
+    # Qwen's files name a window, but do not use it.
     assert model_of(tmp_path, "Qwen2.5-72B", sliding_window=2048, use_sliding_window=False).window is None
 
 
@@ -168,7 +168,7 @@ def test_unmodelled_models_are_refused(changes: dict[str, Any], message: str, tm
 
 
 def test_a_file_and_flags_give_the_same_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its activations by flags, too."""
+    """Also for a model with squared ReLU, which has a flag."""
     path = written(tmp_path, config_of("Nemotron-4 15B"))
     rest = ["--cluster", "h100-80g:8", "--tp", "8", "--pp", "1", "--gbs", "8", "--format", "json"]
     assert main(["simulate", "--model", path, *rest]) == 0

@@ -61,7 +61,7 @@ def test_a_mamba_layers_parameters_by_hand() -> None:
 def test_flops_are_megatrons(
     model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
 ) -> None:
-    """Megatron takes what goes through states to be twice the hidden size: of Nemotron Nano 9B it is 2.29 times."""
+    """By default Megatron takes states to be twice as wide as the hidden size; Nemotron Nano 9B's are 2.29 times."""
     hybrid = model.hybrid
     assert hybrid is not None
     args = megatron_args(setup_of(model, p=1))
@@ -75,7 +75,7 @@ def test_flops_are_megatrons(
     )
 
 
-# GPT's sizes with every layer in two.
+# GPT's sizes, whole and with attention and MLP as layers of their own.
 WHOLE = replace(gpt("whole", 4, 512, 8, 1000, 256), linear_bias=False)
 APART = replace(WHOLE, name="apart", num_layers=8, hybrid=Hybrid("*-" * 4, 16))
 
@@ -93,7 +93,7 @@ APART = replace(WHOLE, name="apart", num_layers=8, hybrid=Hybrid("*-" * 4, 16))
     ids=str,
 )
 def test_attention_and_mlp_apart_are_a_layer(more: dict[str, Any]) -> None:
-    """In parameters, FLOPs, bytes of weights and saved ones, between the halves of a backward, and in seconds."""
+    """In parameters, FLOPs, seconds, and bytes: of weights, saved, and between the halves of a backward."""
     whole, apart = setup_of(WHOLE, 2, 2, **more), setup_of(APART, 2, 2, **more)
     assert num_parameters(WHOLE) == num_parameters(APART)
     assert training_flops(WHOLE, 4, 256, 1000) == training_flops(APART, 4, 256, 1000)

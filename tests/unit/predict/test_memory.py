@@ -1,4 +1,4 @@
-"""The memory model: beside Megatron's own estimate, beside published runs, and part by part."""
+"""The memory model, compared with Megatron's own estimate, with published runs, and part by part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def setup(
 
 
 def without_what_megatron_leaves_out(model: Model) -> Model:
-    """Its estimate counts no biases of linear layers and no learned positions."""
+    """Megatron's estimate counts no biases of linear layers and no learned positions."""
     return replace(model, linear_bias=False, learned_positions=False)
 
 
@@ -83,10 +83,10 @@ def test_weights_and_optimizer_agree_with_megatron(
 def test_activations_agree_with_megatron(
     t: int, p: int, b: int, m: int, megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
 ) -> None:
-    """Selective recomputation with sequence parallelism is what its estimate models, for the first stage."""
+    """Megatron's estimate models the first stage with selective recomputation and sequence parallelism."""
     ours = setup(t=t, p=p, b=b, global_batch=m * b * (32 // (t * p)))
     theirs = megatron_memory.compute_activation_memory(megatron_args(ours), m)
-    # Megatron divides the token numbers, too; every device has them all.
+    # Megatron divides token ids by t, too, but every device has them all.
     tokens = 8 * ours.sequence * b * min(p, m) * (1 - 1 / t)
     assert predict_memory(ours)[0].activations_bytes == pytest.approx(theirs + tokens, rel=1e-9)
 
@@ -94,8 +94,8 @@ def test_activations_agree_with_megatron(
 def test_activations_without_sequence_parallelism_agree_with_megatron(
     megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
 ) -> None:
-    """Its estimate adds 5 % and uses the factor 24 for GPT's layers: compared per layer, between two numbers of
-    layers."""
+    """Megatron's estimate adds 5 % and uses the factor 24 for GPT's layers, so one layer is compared: the difference of
+    two numbers of layers."""
     ours = setup(sequence_parallel=False)
     args = megatron_args(ours)
     more = megatron_args(ours)
@@ -118,11 +118,10 @@ def test_a_layer_by_the_papers_formulas() -> None:
 def test_the_published_grid_of_gpt3_96b() -> None:
     """Kim et al. 2023: the stated scope fits, less recomputation does not, and balanced rows fit only balanced.
 
-    One of 19 is missed.
+    One of 19 rows disagrees.
     """
     missed = [row["id"] + "/" + row["micro_batch"] for row in rows("bpipe_gpt3_96b.csv") if not agrees(row)]
-    # t=8, p=2, b=2 needs as much as t=4, p=4, b=1 in all parts that a formula knows, and only the latter is said to
-    # fit.
+    # By formula t=8, p=2, b=2 needs as much as t=4, p=4, b=1 in every part, but only the latter is said to fit.
     assert missed == ["4/2"]
 
 
@@ -151,7 +150,7 @@ def agrees(row: dict[str, str]) -> bool:
 def test_real_runs_on_eight_a100(vocabulary: int) -> None:
     """Published with Yeung et al. 2024: megabytes allocated at peak.
 
-    Of plain runs with these vocabularies the first rank has most.
+    In baseline runs with these vocabularies the first rank holds most.
     """
     measured = next(
         row
@@ -184,7 +183,7 @@ def test_what_does_not_divide_is_refused_with_the_numbers(sizes: dict[str, Any],
 
 
 def test_a_graph_of_an_iteration_shares_no_memory_with_the_update() -> None:
-    """Gradients in 16 bits are copied to 32 for the update, in memory that no micro-batch needs by then."""
+    """Outside a graph, gradients in 16 bits are copied to 32 in memory that no micro-batch needs any more."""
     eager = setup(precision="fp16")
     for without, within in zip(
         *(predict_memory(setup) for setup in (eager, replace(eager, cuda_graph_impl="full_iteration"))), strict=True
@@ -199,8 +198,8 @@ def test_a_graph_of_an_iteration_shares_no_memory_with_the_update() -> None:
 
 @pytest.mark.parametrize(("mtp_stage", "own"), [(None, 7), (6, 6)])
 def test_further_tokens_take_time_where_their_layer_is_and_on_the_last_stage(mtp_stage: int | None, own: int) -> None:
-    """Their layer with its embedding on one stage, a second loss on the last; the others are as without them, except
-    that from there on two hidden states are sent."""
+    """One stage has their layer and its embedding, and from it on two hidden states are sent; the last stage has a
+    second loss."""
     plain = setup("llama3-70b", p=8, layers=(16, 16, 16, 16, 14, 1, 1, 0), attention="flash")
     further = replace(plain, model=replace(plain.model, mtp_num_layers=1), mtp_stage=mtp_stage)
     before, after = (predict_costs(setup).stages for setup in (plain, further))
@@ -214,8 +213,8 @@ def test_further_tokens_take_time_where_their_layer_is_and_on_the_last_stage(mtp
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_family(name: str) -> None:
-    """Placed on the grid it is the same, shards of the vocabulary beside it or not; and what plans take for the
-    least is no more."""
+    """A placed schedule holds the same, with shards of the vocabulary or without; the least that plans assume is no
+    more."""
     family = FAMILIES[name]
     for p, m, v in (
         (ranks, m, v) for ranks in (2, 4, 6) for m in (1, ranks, ranks + 1, 3 * ranks) for v in family.chunks(3)
@@ -233,7 +232,7 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
 
 
 def test_predicted_schedules_equal_checked_ones() -> None:
-    """Predictions do not ask the rules of a schedule again; it is the same, balanced too."""
+    """Predictions skip the check of rules; the schedule is the same, also when balanced."""
     for name in FAMILIES:
         config = ScheduleConfig(name, 4, 8, num_chunks=FAMILIES[name].min_chunks, balance=BalanceConfig())
         assert unchecked(config) == build(config)
@@ -251,8 +250,8 @@ H200_FLAGS = (
 
 
 def test_a_gpus_peak_is_predicted_within_one_and_a_half_percent(capsys: pytest.CaptureFixture[str]) -> None:
-    """Gradients of scores were added to those of an MLP's inside, which are gone by then, as is what the MLP and the
-    loss saved: up to 9 % too much."""
+    """Up to 9 % too much was predicted: gradients of scores were added to those inside an MLP, which are freed by then,
+    as is what the MLP and the loss saved."""
     arguments = ["simulate", "--cluster", "h200-141g:1x4", "--attention", "unfused", "--format", "json"]
     assert main([*arguments, "--", *H200_FLAGS.split()]) == 0
     parts = ("weights", "gradients", "optimizer", "activations", "working")

@@ -1,5 +1,5 @@
-"""What is recomputed: texts and values both ways, and what follows for bytes and seconds; bytes beside Megatron's
-layers are in `test_saved`."""
+"""Recomputation: texts and values both ways, and its bytes and seconds. `test_saved` compares bytes with Megatron's
+layers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_recomputation_that_megatron_lacks_is_refused() -> None:
 def test_layers_of_a_stage_equal_a_count_one_by_one(
     recompute: Recompute, patterns: tuple[list[int], list[int]], stages: list[int]
 ) -> None:
-    # Some layer has experts.
+    # At least one layer has experts.
     experts, windows = (*patterns[0], 1), tuple(patterns[1])
     model = replace(
         LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows
@@ -132,20 +132,20 @@ def test_layers_of_a_stage_equal_a_count_one_by_one(
 
 
 def test_parts_of_a_gpus_layer_by_hand() -> None:
-    """Of a SwiGLU's both halves and its product; the norm before it is in the same module."""
+    """The MLP's input, both halves of its SwiGLU and their product are freed; its norm is in the same module."""
     tokens, hidden, ffn = 8192, 8192, 28672
     less = layer_bytes(LLAMA) - layer_bytes(LLAMA, "selective:mlp")
     assert less == 2 * tokens * (hidden + 3 * ffn) // 8
     assert again_bytes(replace(LLAMA, recompute="selective:mlp"), [LLAMA.model.kind(0)]) == less
     assert layer_bytes(LLAMA, "selective:layernorm") == layer_bytes(LLAMA), "no norm is a module of its own"
-    # Two parts do not know of each other.
+    # Two parts are independent of each other.
     both = layer_bytes(LLAMA) - layer_bytes(LLAMA, "selective:core_attn+mlp")
     assert both == less + layer_bytes(LLAMA) - layer_bytes(LLAMA, "selective")
 
 
 def test_parts_of_experts_and_latent_attention_by_hand() -> None:
-    """Up-projections keep what was projected down, in place of queries, keys, values and the inputs and outputs of
-    norms."""
+    """Recomputed up-projections keep what was projected down instead of queries, keys, values and the inputs and
+    outputs of norms."""
     dense, experts = LayerKind(False), LayerKind(True)
     rows = {name: num * nbytes for name, nbytes, num in layer_saved(MIXED, "none", experts)}
 
@@ -172,7 +172,7 @@ def test_parts_of_experts_and_latent_attention_by_hand() -> None:
 
 
 def test_recomputed_parts_add_their_forward() -> None:
-    """All of them no more than the layer; what is waited for on links, too."""
+    """Together they take no more than a layer's forward; collectives that are waited for count, too."""
 
     def more(setup: Setup, part: str, kind: LayerKind) -> float:
         scope = LayerScope(frozenset(part.split("+")))
@@ -192,7 +192,7 @@ def test_recomputed_parts_add_their_forward() -> None:
         assert sum(seconds) < layer_seconds(MIXED, kind, NO_RECOMPUTATION)[0]
     assert 0 < more(MIXED, "moe_act", experts) < more(MIXED, "shared_experts", experts) < more(MIXED, "moe", experts)
     assert more(MIXED, "moe", dense) == more(MIXED, "mlp", experts) == 0
-    # A gather before the first matrix and a scatter behind the second.
+    # A gather before the first matrix and a scatter after the second.
     mlp = replace(LLAMA, recompute="selective:mlp")
     assert exposed(mlp).backward_s - exposed(LLAMA).backward_s == pytest.approx(2 * gather_s(LLAMA))
     apart = replace(LLAMA, sequence_parallel=False)

@@ -1,5 +1,5 @@
-"""What a forward saves: kernels `cpu` beside Megatron's own layers, to the byte, and by hand; those of a GPU are in
-test_memory."""
+"""What a forward saves: kernels `cpu` compared with Megatron's own layers, to the byte, and by hand. test_memory has
+those of a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bpipe.predict.model import gpt, llama
 from bpipe.predict.sizes import total
 from tests.support.predicted import saves_input
 
-# That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.
+# The quickstart's model: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bits.
 SMALL = Setup(
     *(gpt("small", 8, 128, 4, 512, 256), parse_cluster("a100-80g:8"), 1, 8, 2, 32, 256, (1,) * 8, "none", "unfused"),
     precision="fp32",
@@ -71,7 +71,7 @@ def units(setup: Setup) -> tuple[float, float]:
         pytest.param(replace(GPU, model=replace(GPU.model, dropout=False)), 16, 16, id="flash, no dropout"),
         pytest.param(replace(TWICE_FOUR, model=SWIGLU), 29, 16, id="swiglu"),
         pytest.param(replace(TWICE_FOUR, recompute="full"), 1, 16, id="all recomputed"),
-        # 14 / t + 2: the gradients behind the output projection and the second MLP matrix were gathered.
+        # 14 / t + 2: the gradients of the outputs of the projection and the second MLP matrix were gathered.
         pytest.param(
             replace(GPU, tensor=8, pipeline=1, layers=(8,), model=gpt("eight heads", 8, 128, 8, 512, 128)),
             2.1,
@@ -84,8 +84,8 @@ def units(setup: Setup) -> tuple[float, float]:
     ],
 )
 def test_between_the_halves_of_a_backward(setup: Setup, saved: float, after_input: float) -> None:
-    """As a run on Megatron's layers measured it: .47 to .53 of what a forward saved, .89 to 1.0 without scores, .55
-    of SwiGLU."""
+    """As measured on Megatron's layers: .47 to .53 of what a forward saved, .89 to 1.0 without scores, .55 with
+    SwiGLU."""
     result = units(setup)
     assert result[0] == pytest.approx(saved, rel=0.025)
     assert result[1] == pytest.approx(after_input, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A vocabulary in shards: what ranks then hold and take, beside published runs and part by part."""
+"""A vocabulary in shards: what ranks hold and how long they take, part by part and in a published run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def setup(model: Model = UNTIED, t: int = 1, p: int = 8, **changes: Any) -> Setu
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> None:
-    """2 n V / p bytes, where the last stage alone held 4 n V of softmax beside 6 n V that came and went."""
+    """Each rank holds 2 n V / p bytes; the last stage alone held 4 n V of softmax, besides 6 n V for a moment."""
     whole, ours = setup(vocabulary=Vocabulary.WHOLE, input_shards=False), setup(vocabulary=Vocabulary(vocabulary))
     tokens = 2048
     assert stage_bytes(whole)[-1] - stage_bytes(ours)[-1] == 4 * tokens * 256000
@@ -49,9 +49,9 @@ def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -
     ours = setup(vocabulary=Vocabulary(vocabulary), balance=named_balance(balance))
     exact = peak_bytes(build(ours.program()), memory_of(stage_bytes(ours), shard_bytes=shard_bytes(ours)))
     predicted = [rank.activations_bytes + rank.hosted_bytes + shard_bytes(ours) for rank in predict_memory(ours)]
-    assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))
+    assert all(rank_bytes >= exact_bytes for rank_bytes, exact_bytes in zip(predicted, exact, strict=True))
     if balance == "none":
-        # On the last ranks, and interlaced on all, the fullest moment need not be between S and T.
+        # On the last rank, and on all if interlaced, the fullest moment need not be between S and T.
         assert vocabulary == "interlaced" or tuple(predicted[:-1]) == exact[:-1]
 
 
@@ -69,7 +69,7 @@ def test_a_measured_output_layer_is_shared_out() -> None:
 
 
 def test_the_published_redistribution() -> None:
-    """Of 256000 rows: the last rank has no layer; the pass times show 4,4,4,5,5,5,5,0."""
+    """With 256000 tokens the last rank has no layer: pass times show 4,4,4,5,5,5,5,0."""
     assert setup(layers=(4, 4, 4, 5, 5, 5, 5, 0)).layers[-1] == 0
     with pytest.raises(ValueError, match="must give 8 stages 32 layers"):
         setup(layers=(4, 0, 8, 5, 5, 5, 5, 0))

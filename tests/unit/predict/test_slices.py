@@ -57,8 +57,8 @@ def test_slices_save_together_what_the_whole_does_but_for_keys_and_values(setup:
     slices = slice_setups(sliced)
     keys = [0 if recompute == "full" else memory.keys_bytes for memory in kept_memory(sliced)]
     together = [sum(saved) for saved in zip(*map(stage_bytes, slices), strict=True)]
-    # A recomputed core of the whole is given values as a part of what was projected, which stays beside rotated
-    # queries and keys. Slices copy their values to the others'.
+    # Without slices, a recomputed core gets values as a part of the projection, which is then kept besides rotated
+    # queries and keys. Slices copy their values instead.
     rotated = 40 * 65536 * 2 * (64 + 8) * 128 // 8 if recompute == "selective" else 0
     assert together == [size - memory - rotated for size, memory in zip(stage_bytes(whole), keys, strict=True)]
     assert sum(map(sent_bytes, slices)) == sent_bytes(whole)
@@ -93,7 +93,7 @@ def test_sizes_are_by_slice_and_host_buffers_have_a_reserve_where_they_differ() 
     memory = sizes_of(LISTED, 2**20)
     assert (memory.slices, memory.reserved, len(memory.stages)) == (4, True, 8)
     assert memory.size(1, 2).moved_bytes < memory.size(1, 1).moved_bytes < memory.size(1, 4).moved_bytes
-    # Of even slices some layers may leave, of others all do.
+    # Some layers of even slices can be evicted; of others only all layers.
     assert parts_of(LISTED, 2**20) == ()
     assert [len(of_stage) for of_stage in parts_of(SLICED, 2**20)] == [8, 8]
     assert parts_of(SLICED, 2**20)[0][-1] == sizes_of(SLICED, 2**20).size(0, 0).moved_bytes

@@ -1,5 +1,5 @@
-"""What of tensor-parallel collectives is waited for, beside a clock that goes through a layer's products and
-collectives one by one."""
+"""Exposed seconds of tensor-parallel collectives, compared with a clock that steps through a layer's products and
+collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERLAP = replace(LLAMA, switches=Switches(tp_comm_overlap=True))
 
 
 def with_link(setup: Setup, bytes_per_s: float) -> Setup:
-    """A link so slow that products do not hide it, or so fast that they do."""
+    """Return the setup with a link of this speed: slow ones are exposed, fast ones are hidden by products."""
     cluster = setup.cluster
     return replace(
         setup,
@@ -31,7 +31,7 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
 
 
 def together(collective_s: float, product_s: float) -> float:
-    """Both start at once, and while the collective runs the product does only a share of its work."""
+    """Both start at once, and while the collective runs, the product does only a share of its work."""
     slowed = 1 - HIDDEN_SHARE
     if product_s <= slowed * collective_s:
         return collective_s
@@ -39,7 +39,7 @@ def together(collective_s: float, product_s: float) -> float:
 
 
 def ring(collective_s: float, product_s: float, parts: int) -> float:
-    """Step by step: a part comes while the product of the one before runs; all but the first have to come."""
+    """Seconds of a ring: each part arrives during the product of the part before; the first one is already there."""
     clock = 0.0
     for part in range(parts):
         clock += together(collective_s / (parts - 1) if part < parts - 1 else 0.0, product_s / parts)
@@ -47,7 +47,7 @@ def ring(collective_s: float, product_s: float, parts: int) -> float:
 
 
 def clocked(setup: Setup) -> tuple[float, float]:
-    """A layer's four matrices forward and backward, two streams: when everything is over, less the products alone."""
+    """A layer's exposed seconds, forward and backward, on two streams: until all ends, less the products alone."""
     gather, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
     layer = layer_products(setup)
     forward = backward = 0.0
@@ -55,7 +55,7 @@ def clocked(setup: Setup) -> tuple[float, float]:
         seconds = matrix.forward_s
         forward += (ring(gather, seconds, parts) if cut else gather + seconds) if setup.sequence_parallel else seconds
     if not setup.sequence_parallel:
-        # A sum behind the projection and behind the MLP.
+        # An all-reduce after the projection and after the MLP.
         forward += 2 * 2 * gather
     for matrix in reversed(layer.returning):
         # The gradient is gathered, then goes through both products.
@@ -64,7 +64,7 @@ def clocked(setup: Setup) -> tuple[float, float]:
         backward += matrix.weight_s
     for matrix in reversed(layer.entering):
         if setup.sequence_parallel:
-            # The input is gathered beside the first product, its gradient scattered beside the second.
+            # The input is gathered during the first product, its gradient is scattered during the second.
             backward += together(gather, matrix.input_s) + together(gather, matrix.weight_s)
         else:
             backward += matrix.input_s + together(2 * gather, matrix.weight_s)

@@ -41,7 +41,7 @@ CHUNKS = {"pipeline": 2, "num_chunks": 2, "schedule": "interleaved-1f1b"}
         ({"precision": "fp16"}, (2, 2, 12, 4)),
         ({"precision": "fp16", "switches": Switches(accumulate_allreduce_grads_in_fp32=True)}, (2, 4, 12, 0)),
         ({"precision": "fp32"}, (4, 4, 8, 0)),
-        # Of main weights the 16 bits that bf16 lacks.
+        # Main weights keep only the 16 bits that bf16 lacks.
         ({"state_types": StateTypes(True)}, (2, 4, 10, 0)),
         ({"state_types": StateTypes(True), "precision": "fp16"}, (2, 2, 12, 0)),
         ({"state_types": SHORT}, (2, 2, 6, 0)),
@@ -49,10 +49,10 @@ CHUNKS = {"pipeline": 2, "num_chunks": 2, "schedule": "interleaved-1f1b"}
         ({"state_types": replace(SHORT, main_params_dtype="fp16")}, (2, 2, 6, 0)),
         # Gradients are read as they are kept.
         ({"state_types": StateTypes(True), "switches": Switches(grad_reduce_in_bf16=True)}, (2, 2, 10, 0)),
-        # On the CPU types stay 32 bits, and so does a copy of shorter gradients.
+        # On the CPU the state stays in 32 bits, and so does a copy of shorter gradients.
         ({"state_types": replace(SHORT, main_grads_dtype="fp32", optimizer_cpu_offload=True)}, (2, 4, 12, 0)),
         ({"state_types": replace(SHORT, optimizer_cpu_offload=True)}, (2, 2, 16, 0)),
-        # Megatron keeps main weights of 8-bit ones itself, and gives Adam gradients in 32 bit.
+        # For 8-bit weights Megatron keeps main weights itself, and gives Adam gradients in 32 bits.
         ({"state_types": SHORT, "fp8": Fp8(recipe="tensorwise")}, (2, 2, 8, 4)),
         ({"state_types": SHORT, "fp8": Fp8(recipe="delayed")}, (2, 2, 6, 0)),
         ({"state_types": replace(SHORT, main_params_dtype="fp16"), "fp8": Fp8(recipe="tensorwise")}, (2, 2, 6, 0)),
@@ -122,7 +122,7 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     offered = capsys.readouterr().out
     assert all(flag in offered and flag in flags for flag in ours.switches.flags)
     assert len(ours.switches.flags) == len(SWITCHES)
-    # Megatron refuses it where there is one tensor-parallel rank.
+    # Megatron refuses it with one tensor-parallel rank.
     alone = replace(GPT, switches=Switches(tp_comm_overlap=True), tensor=1)
     assert "--tp-comm-overlap" not in megatron_flags(alone)
     assert predict_costs(alone) == predict_costs(replace(GPT, tensor=1))
@@ -132,9 +132,9 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
 
 
 def test_gradients_of_the_first_ranks_first_chunk_are_reduced_in_buckets() -> None:
-    """As Megatron cuts them (`DistributedDataParallel`): 40 million parameters, or a million a replica; of all other
-    ranks and chunks in one, for these have computed before the first. Without pipeline that was 318 TFLOP/s of a 32B
-    model in place of 460 measured."""
+    """Megatron's `DistributedDataParallel` makes buckets of 40 million parameters, or a million per replica; other
+    ranks and chunks have one, because they end before the first. With one bucket, 318 TFLOP/s were predicted for a 32B
+    model without a pipeline, and 460 measured."""
     overlapped = Switches(overlap_grad_reduce=True)
     model = PRESETS["gpt3-13b"]
     alone = Setup(model, parse_cluster("a100-80g:2x8"), 8, 1, 1, 16, 2048, (40,), "full", switches=overlapped)
@@ -147,7 +147,7 @@ def test_gradients_of_the_first_ranks_first_chunk_are_reduced_in_buckets() -> No
     chunks = replace(alone, pipeline=2, layers=(10,) * 4, num_chunks=2, schedule="interleaved-1f1b", global_batch=16)
     assert stage_buckets(chunks)[0] > 1
     assert stage_buckets(chunks)[1:] == (1, 1, 1)
-    # Its first stage is Megatron's last.
+    # Its last stage is on the first rank, too.
     assert stage_buckets(replace(chunks, schedule="v-half")) == (1,) * 4
     lumped = predict_costs(alone)
     lumped = replace(lumped, stages=tuple(replace(cost, buckets=1) for cost in lumped.stages))
@@ -188,11 +188,11 @@ def test_a_softmax_in_32_bits_is_saved_beside_its_probabilities(
 @pytest.mark.parametrize(
     ("more", "bytes_of_a_score"),
     [
-        # Its kernel takes these, whatever Megatron's flags say of Megatron's own.
+        # Transformer Engine's kernel takes these, whatever Megatron's flags say of its own.
         ("", 2),
         ("--attention-softmax-in-fp32 --no-masked-softmax-fusion", 2),
         ("--seq-length 8192", 2),
-        # These are computed in 32 bits and kept so, beside 16.
+        # These are computed and kept in 32 bits, and kept in 16, too.
         ("--num-attention-heads 6", 6),
         ("--seq-length 16384", 6),
         ("--seq-length 16384 --transformer-impl local", 2),
@@ -211,7 +211,7 @@ def test_transformer_engines_unfused_softmax_asks_none_of_megatrons_flags(
         options = ["--cluster", "a100-80g:1x2", "--recompute", recompute, "--format", "json"]
         assert main(["simulate", *options, "--", *words]) == 0
         saved[recompute] = json.loads(capsys.readouterr().out)["stages"][0]["activations_bytes"]
-    # Of two micro-batches; what is saved beside it if the core is recomputed is smaller by far.
+    # For two micro-batches; what else is saved if the core is recomputed is far smaller.
     assert (saved["none"] - saved["selective"]) / (2 * heads * tokens**2) == pytest.approx(bytes_of_a_score, rel=0.1)
 
 
@@ -248,7 +248,7 @@ def test_commands_take_fp8(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert not {"zb-h1", "zb-v", "v-half"} & families
     assert main([*plan, "--schedule", "zb-h1"]) == 2
     assert "zb-h1 splits backwards" in capsys.readouterr().err
-    # A device of one's own.
+    # A custom device.
     path = tmp_path / "cluster.toml"
     path.write_text('nodes = 1\ngpus_per_node = 8\n[device]\nlike = "a100-80g"\nfp8_tflops = 600\n')
     assert read_cluster(path).device.fp8_flops_per_s == 600e12
