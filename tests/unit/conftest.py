@@ -1,4 +1,4 @@
-"""Tests of commands judge launches by our own tables alone: to ask Megatron takes seconds each time.
+"""Tests of commands judge launches by our own tables alone: asking Megatron takes seconds each time.
 
 What Megatron says is tested in tests/unit/config/launch/test_validation.py.
 """

@@ -24,7 +24,7 @@ SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     "name", [name for name in COMMANDS if name not in ("report", "compare", "capture", "check-launch")]
 )
 def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It once took `--pp 0` and complained of num_stages."""
+    """It once accepted `--pp 0` and complained about num_stages."""
     flags = [flag for flag in command_of(name).flags if flag.read is positive]
     assert flags
     for flag in flags:
@@ -66,7 +66,7 @@ SHORT = {
 
 @pytest.mark.parametrize("case", SHORT)
 def test_a_reader_that_has_gone_is_no_error(case: str) -> None:
-    """What fits into one buffer was only written, and complained of, while Python ended."""
+    """Output that fits into one buffer was written only when Python exited, which then printed an error."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as gone:
@@ -105,7 +105,7 @@ def test_closed_standard_input(
 
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:
-    # In a job of the background a shell has interrupts ignored, and who is started there inherits that.
+    # A shell's background jobs ignore interrupts, and so do processes started there.
     program = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('bpipe')"
     )
@@ -123,7 +123,7 @@ def test_an_interrupted_command_ends_without_a_traceback() -> None:
 
 
 def test_the_command_loads_only_what_it_needs() -> None:
-    """So that it starts at once: nobody waits for what other sub-commands, or pictures, import."""
+    """It starts at once, without waiting for what other sub-commands, or pictures, import."""
     program = (
         "import sys; from bpipe.cli import main; status = main(sys.argv[1:]); "
         "print(*(name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron', 'matplotlib', 'numpy') "

@@ -25,11 +25,10 @@ PAGES = [
     ROOT / "examples/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# Made of the table of flags, whose examples tests/unit/config/flags parses.
+# Made from the table of flags; tests/unit/config/flags compares them.
 MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.md")
 
-# What is run by another test, because it needs more than a command line: by the words it begins with, the test that
-# runs it.
+# Commands that need more than a command line, by their first words, and the test that runs each.
 ELSEWHERE = {
     "bpipe capture": "tests/unit/config/launch/test_capture.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
@@ -43,12 +42,12 @@ ELSEWHERE = {
     "python -m terra audit": "terra/tests/test_script.py",
 }
 
-# A block that shows a file begins with a comment of its name.
+# A block that shows a file begins with its name as a comment.
 FILE = re.compile(r"# ([\w.]+\.(?:sh|toml|py))\n")
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Every command of the page's code blocks, continued lines joined, comments and what it prints left out."""
+    """Yield the commands of a page's code blocks: continued lines joined, comments and output left out."""
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         if FILE.match(block):
             continue
@@ -79,7 +78,7 @@ def test_every_command_runs(
         return
     program, *arguments = command.split()
     if program == "python":
-        # A script's own test runs it; here that it is there and takes these flags.
+        # The script's own test runs it; here only its flags are checked.
         printed = subprocess.run(
             [sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, timeout=50, check=True
         ).stdout
@@ -143,7 +142,7 @@ def test_the_page_on_python_documents_every_entry_point_of_its_table() -> None:
 
 
 def spans(page: Path) -> Iterator[str]:
-    """What stands in single backticks."""
+    """Yield what is in single backticks."""
     yield from re.findall(
         r"`([^`\n]+)`", re.sub(r"^(`{3}).*?^`{3}", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     )
@@ -163,15 +162,15 @@ def files() -> tuple[str, ...]:
     return tuple(f"/{path}" for path in (*(path.relative_to(ROOT) for path in (*paths, *top)), *upstream_files()))
 
 
-# Named for example, in commands of a user's.
+# Examples of files in a user's commands.
 ANYBODYS = ("your_script.py", "script.py", "pretrain_mamba.py", "train.py", "run.sh")
-# Named because it must never be there.
+# Named because it must not exist.
 NEVER = ("megatron/__init__.py",)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_exists(page: Path, files: tuple[str, ...]) -> None:
-    """Pages named `program.py` and `passes/levels.py` long after they had gone."""
+    """Pages named `program.py` and `passes/levels.py` long after they were gone."""
     own = FILE.findall("\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)))
     for span in spans(page):
         for name in re.findall(r"(?<![\w./<-])([\w.-]+(?:/[\w.-]+)*\.(?:py|sh))\b", span):
@@ -184,14 +183,14 @@ def test_every_file_that_a_page_names_exists(page: Path, files: tuple[str, ...])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
-    """As `bpipe.schedule.memory.memory_of`: a module, what stands in it, or an attribute of that."""
+    """Such as `bpipe.schedule.memory.memory_of`: a module, a name in it, or an attribute of that."""
     for span in spans(page):
         for name in re.findall(r"(?<![\w./-])((?:bpipe|megatron\.scheduling)(?:\.\w+)+)", span):
             if not name.endswith((".py", ".json")):
                 assert exists(name), f"{page.name} names {name}"
 
 
-# Of Python and of Megatron.
+# Names of other projects.
 OTHERS = (
     "ValueError",
     "RuntimeError",
@@ -211,7 +210,7 @@ def test_every_type_that_a_page_names_exists(page: Path, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    """What stands in every module of ours."""
+    """Return the text of all our modules."""
     folders = ("bpipe", "megatron/scheduling")
     return "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
@@ -272,7 +271,7 @@ def test_the_readme_begins_with_what_has_run_and_what_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_planner_says_of_all_schedules_what_the_readme_says_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that it shows searches two schedules; of all, another is the fastest, without balancing."""
+    """The README's command searches two schedules; of all schedules another one is the fastest, without balancing."""
     (command,) = [command for command, _ in SHOWN[README]]
     restricted = ["--schedule", "1f1b", "interleaved-1f1b"]
     asked = command.split()[1:]
@@ -304,13 +303,13 @@ def test_the_readme_says_what_each_schedule_holds_and_waits(capsys: pytest.Captu
         result = json.loads(capsys.readouterr().out)
         parts = result["chunks"] * result.get("slices", 1)
         peak = max(rank["peak"] for rank in result["ranks"]) / parts
-        told_held, told_bubble = map(float, table[name].split(" | "))
-        assert abs(peak - told_held) < 0.0051, name
-        assert f"{result['bubble_percent']:.1f}" == f"{told_bubble}", name
+        stated_peak, stated_bubble = map(float, table[name].split(" | "))
+        assert abs(peak - stated_peak) < 0.0051, name
+        assert f"{result['bubble_percent']:.1f}" == f"{stated_bubble}", name
 
 
 def shown(page: Path) -> list[tuple[str, str]]:
-    """Every command that stands behind a `$`, with what the page says that it prints."""
+    """Return every command after a `$`, with the output that the page shows."""
     commands = []
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -324,7 +323,7 @@ SHOWN = {page: examples for page in PAGES if (examples := shown(page))}
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Those that the page shows."""
+    """Write the files that the page shows."""
     for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         if match := FILE.match(block):
             (folder / match[1]).write_text(block)
@@ -344,9 +343,9 @@ def _pattern(line: str) -> str:
 def test_commands_print_what_the_page_shows(
     page: Path, plans: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, in one folder; plans, which search every family of schedules, only where slow tests run.
+    """In order, in one folder with the files that the page shows. Plans search every family, so they run as slow tests.
 
-    `...` stands for any lines, at the end of one for its rest. Files that the page shows are there.
+    `...` stands for any lines, at the end of a line for its rest.
     """
     monkeypatch.chdir(tmp_path)
     write_files(page, tmp_path)
@@ -401,7 +400,7 @@ def test_there_are_commands_with_their_output() -> None:
 def test_a_family_of_ones_own_is_one_short_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an entry in the table is all that the command asks for."""
+    """With an entry in the table, all commands accept it."""
     page = ROOT / "docs/schedules.md"
     write_files(page, tmp_path)
     assert len((tmp_path / "eager.py").read_text().splitlines()) <= 60

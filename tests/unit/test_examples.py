@@ -1,7 +1,7 @@
-"""The launch scripts of examples/, without a GPU, SLURM or Megatron: they are bash, say what they run, and go on when
-time was up.
+"""The launch scripts of examples/, without a GPU, SLURM or Megatron: they are valid bash, print what they run, and
+continue in a new job when their time is up.
 
-Whether Megatron understands what they say is tested in tests/gloo/test_examples.py, because importing Megatron takes
+Whether Megatron understands their flags is tested in tests/gloo/test_examples.py, because importing Megatron takes
 seconds.
 """
 
@@ -72,7 +72,7 @@ def test_every_job_has_a_port_of_its_own() -> None:
 
     jobs = [port(SLURM_JOB_ID=str(job)) for job in (123456, 123457, 98765432)]
     assert len(set(jobs)) == 3
-    # Below those that a system gives out by itself.
+    # Below the ports that a system assigns by itself.
     assert all(20000 <= number < 32768 for number in (*jobs, port()))
     assert port(SLURM_JOB_ID="7", MASTER_PORT="4242") == 4242
 
@@ -89,8 +89,8 @@ def test_data_need_their_tokenizer(tmp_path: Path) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a job whose training saves what it is told to and ends as it is told to; what it asked of SLURM is in
-    `asked`."""
+    """Return a function that runs a job whose training only saves and exits as given; `asked` has its requests to
+    SLURM."""
     commands = tmp_path / "bin"
     commands.mkdir()
     srun = (

@@ -84,7 +84,7 @@ def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
 def test_command_without_its_packages_says_in_one_line_what_to_install(
     program: str, needs: str, extra: str, tmp_path: Path
 ) -> None:
-    """It ended in a traceback of imports, after `pip install` had brought 5.5 GB to whoever wanted a schedule."""
+    """It ended in an import traceback, and `pip install` fetched 5.5 GB for those who only wanted a schedule."""
     ended = bare(program, tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     brackets = f"[{extra}]" if extra else ""
@@ -111,7 +111,7 @@ def test_install_command_of_a_copy_names_where_it_came_from(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
-    """In a new virtual environment, with what pip fetches to build it."""
+    """In a new virtual environment, including what pip fetches to build it."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], timeout=60, check=True)
     begin = time.monotonic()
@@ -136,7 +136,7 @@ def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
         "markdown-it-py",
         "mdurl",
     }
-    # A fetch of torch takes minutes.
+    # Fetching torch takes minutes.
     assert took < 120
     env = {"PATH": os.environ["PATH"]}
     for arguments in (

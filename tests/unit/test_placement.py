@@ -1,4 +1,4 @@
-"""Pair-adjacent placement: the paper's layouts, and what must hold for any sizes."""
+"""Pair-adjacent placement: what must hold for any sizes."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from bpipe.placement import Topology, pair_adjacent, pairs_apart
 
 
 def test_middle_stages_do_not_push_pairs_apart() -> None:
-    """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two
+    """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would be on two
     nodes."""
     topology = Topology(tensor=1, context=1, pipeline=5, data=4, gpus_per_node=4)
     assert not pairs_apart(topology, pair_adjacent(topology))

@@ -1,4 +1,4 @@
-"""The project's outer shape: what the root may hold, that the `megatron` namespace stays shared, and who imports whom."""
+"""The project's layout: the shared `megatron` namespace, packaging, and which modules may import which."""
 
 import os
 import re
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_megatron_is_a_namespace_shared_with_the_wheel() -> None:
-    """An __init__.py, a core/ or a training/ here would hide the installed Megatron from whoever stands in the
+    """An __init__.py, a core/ or a training/ here would hide the installed Megatron from programs run in the
     repository."""
     tracked = {path.name for path in (ROOT / "megatron").iterdir()} - {"__pycache__"}
     assert tracked == {"scheduling"}
@@ -43,7 +43,6 @@ def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> No
 
 
 def test_unit_tests_mirror_the_source_tree() -> None:
-    """A stranger finds the tests of a room in one guess."""
     rooms = {path.name for path in (ROOT / "bpipe").iterdir() if (path / "__init__.py").exists()}
     folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders - rooms == {"scheduling"}
@@ -54,7 +53,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def test_project_alone_needs_only_what_installs_in_seconds() -> None:
-    """Whoever wanted to print a schedule or to plan had to install torch and Megatron: 5.5 GB."""
+    """Printing a schedule or planning required torch and Megatron: 5.5 GB."""
     assert PROJECT["dependencies"] == list(MODULES[""])
 
 
@@ -62,7 +61,7 @@ def test_the_torch_of_a_container_is_kept() -> None:
     """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the
     one of PyPI."""
     (torch,) = [requirement for requirement in map(Requirement, EXTRAS["torch"]) if requirement.name == "torch"]
-    # As pip asks: pre-releases count only where the specifier itself names one.
+    # As in pip: pre-releases count only if the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
     assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")
 
@@ -97,7 +96,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
 
 
 def test_the_wheel_says_that_it_is_typed(wheel: zipfile.Path) -> None:
-    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for
+    """pyproject.toml listed py.typed from the first day on, but there was none: type checkers took everything for
     Any."""
     names = set(wheel.root.namelist())
     assert {
@@ -111,7 +110,7 @@ def test_the_wheel_says_that_it_is_typed(wheel: zipfile.Path) -> None:
 
 
 def test_a_release_links_to_the_repository(wheel: zipfile.Path) -> None:
-    """PyPI shows the README without the files beside it."""
+    """PyPI shows the README without the files that it links to."""
     shown = (wheel / f"torch_bpipe-{__version__}.dist-info/METADATA").read_text()
     assert "\nProject-URL: Source, https://github.com/owner/name\n" in shown
     links = re.findall(r"\]\(([^)]+)\)", shown)

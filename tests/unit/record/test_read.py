@@ -1,4 +1,4 @@
-"""Records: every key both ways, and what is refused, noted or left out when a folder is read."""
+"""Records: every key is written and read, and what is refused, noted or left out when a folder is read."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Change the lines of a file of JSON lines, as values."""
+    """Change the lines of a file of JSON lines, given as dictionaries."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -138,7 +138,7 @@ PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chun
 def test_what_no_run_writes_is_refused(
     folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
 ) -> None:
-    """Lists, null, infinity or text in place of a number, and what is not of one run."""
+    """Wrong types, numbers out of range, and files that are not of one run."""
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:
@@ -221,7 +221,7 @@ def test_run_json_of_something_else(folder: Path) -> None:
 
 
 def name_runs(folder: Path, names: dict[str, str]) -> None:
-    """Let files say whose they are, by their names."""
+    """Write the name of a run into each file."""
     for name, run in names.items():
         path = folder / name
         if name.endswith("l"):
@@ -242,14 +242,14 @@ RECORDS = {f"record_{rank:05d}.jsonl": "cafe" for rank in range(4)}
     ],
 )
 def test_records_of_two_runs_are_not_one(folder: Path, names: dict[str, str], message: str) -> None:
-    """Of the same sizes and at about the same time, nothing told them apart."""
+    """Two runs of the same sizes at about the same time could not be told apart."""
     name_runs(folder, names)
     with pytest.raises(ValueError, match=message):
         read_run(folder)
 
 
 def test_a_summary_that_an_earlier_run_left_is_left_out(folder: Path) -> None:
-    """A killed run leaves none, and the peaks of the one before were taken for its own."""
+    """A killed run leaves none, so the peaks of the run before were taken for its own."""
     for rank in range(4):
         (folder / f"rank_{rank:05d}.json").write_text(
             json.dumps({"rank": rank, "peak_bytes": 33, "run": "cafe" if rank else "beef"})
@@ -261,8 +261,7 @@ def test_a_summary_that_an_earlier_run_left_is_left_out(folder: Path) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record`
-# was.
+# Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Older than `bpipe.record`.
 BEFORE = ROOT / "tests" / "data" / "recorded_run"
 
 
@@ -370,7 +369,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.schedule)
 def test_what_was_run_can_be_built_again(program: ScheduleConfig) -> None:
-    """From the record alone: of a schedule that is no family's it holds the schedule."""
+    """From the record alone, which holds the schedule itself if that is no family's."""
     text = json.dumps(write_program(program))
     program_read = read_program(json.loads(text))
     assert program_read == program

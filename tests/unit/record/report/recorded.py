@@ -1,7 +1,7 @@
 """Write folders as a recorded run leaves them, from a simulation with known changes.
 
-The run that is written is simulated with costs of its own and then disturbed, so that a test knows how it differs from
-the prediction: seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take time.
+The run is simulated with its own costs and then disturbed, so that a test knows how it differs from the prediction:
+seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ COLUMNS = "action start_s end_s wait_s host_start_s host_end_s bytes slot live_b
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
-    """A folder with every file of a run that ended well."""
+    """Write a folder with every file of a run that ended normally."""
     truth = replace(truth or Truth(), **changes)
     schedule = build(truth.program)
     places, world = schedule.num_ranks, schedule.num_ranks * truth.num_pipelines
@@ -146,7 +146,7 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
 
 
 def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
-    """The iteration as it went."""
+    """Simulate one iteration as it went."""
     times = truth.warm_up_times if truth.warm_up == number else 1.0
     moved = truth.moved_bytes if truth.balance != "none" else 0
     stages = []
@@ -180,7 +180,7 @@ def _saved(stage: int) -> int:
 
 
 class _Durations:
-    """The seconds of one kind of computation: the engine asks once per stage and micro-batch, in order."""
+    """The seconds of one kind of computation: the engine reads them once per stage and micro-batch, in order."""
 
     def __init__(self, truth: Truth, number: int, kind: Kind, seconds: Any, source: random.Random) -> None:
         self._truth, self._number, self._kind, self._seconds, self._source = truth, number, kind, seconds, source
@@ -194,7 +194,7 @@ class _Durations:
 
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
-    """One rank's line of one iteration; its clock may be off by `clock_error_s`."""
+    """Return one rank's line of one iteration; its clock may be off by `clock_error_s`."""
     stages = schedule.layout.stages_of(place)
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
@@ -231,7 +231,7 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
 
 
 def _asked(report: Simulation, place: int, action: Action, start: float) -> float:
-    """When somebody waits for a two-sided transfer, which is all that is known of its end."""
+    """Return when a rank waits for a two-sided transfer, which is all that is known of its end."""
     rows = report.computations[place]
     if action.kind is Kind.LOAD:
         return float(
@@ -246,7 +246,7 @@ def _asked(report: Simulation, place: int, action: Action, start: float) -> floa
 
 
 def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak: int) -> list[list[Any]]:
-    """By start. What a rank waits for transfers, as much as the simulation says, is put on its first one."""
+    """Return the rows by start. A rank's whole simulated wait for transfers is put on its first own transfer."""
     partner = schedule.partners[place] if schedule.partners else place
     slots = {**host_buffers(schedule, place), **host_buffers(schedule, partner)}
     stays: Counter[tuple[int, int]] = Counter()

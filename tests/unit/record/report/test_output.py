@@ -1,4 +1,4 @@
-"""What a report is written as: text, JSON, the page and the trace."""
+"""Outputs of a report: text, JSON, the page and the trace."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_a_run_in_which_nothing_moved_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
-    """Nobody said what part of a micro-batch moves: a run that freed nothing looked like one that had."""
+    """Reports did not say what part of a micro-batch moves, so a run that freed nothing looked like one that had."""
     result = report(tmp_path / "a", kept_bytes=2 * MOVED)
     assert [row.moved_fraction for row in result.stages][:1] == [0.5]
     assert result.stages[-1].moved_fraction is None
@@ -83,7 +83,7 @@ def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
 
 
 def test_the_answers_say_what_found_too_little_room(tmp_path: Path) -> None:
-    """A peak above the bound would look like a fault of the schedule's."""
+    """A peak above the bound would look like an error in the schedule."""
     write_run(tmp_path)
     path = tmp_path / "record_00000.jsonl"
     head, *lines = map(json.loads, path.read_text().splitlines())
@@ -169,7 +169,7 @@ def test_replays_of_a_graph_are_said_to_have_no_records(tmp_path: Path) -> None:
 
 
 def test_three_figures_stand_at_the_head(tmp_path: Path) -> None:
-    """Exposed transfers, iteration and bubble, which the page then does not say a second time."""
+    """Exposed transfers, iteration and bubble, which the page does not repeat."""
     shown = view(report(tmp_path / "run", iterations=(5, 6, 7), speed=0.4e9, slow={(6, "2F3"): 0.1}))
     figures = {label: (value, beside) for label, value, beside in shown["figures"]}
     assert list(figures) == ["exposed transfers", "iteration", "bubble"]
@@ -204,7 +204,7 @@ def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
 
 
 def test_what_was_checked_is_said_where_every_rank_checked(tmp_path: Path) -> None:
-    """A rank that ended without a summary, or checked fewer iterations, counts."""
+    """The rank that checked the fewest iterations counts; if one checked nothing, nothing is said."""
     write_run(tmp_path, num_stages=4)
     for rank, number in enumerate((3, 2, 3, 2)):
         path, summary = tmp_path / f"rank_{rank:05}.json", {"rank": rank, "peak_bytes": 1}
@@ -318,7 +318,7 @@ Event = dict[str, Any]
 
 
 def check(text: str) -> list[Event]:
-    """What Perfetto itself (tests/browser) does not complain of: whole nanoseconds in order, threads with names."""
+    """Check what Perfetto itself (tests/browser) does not: whole nanoseconds in order, threads with names."""
     document = json.loads(text)
     assert set(document) == {"traceEvents", "displayTimeUnit"}
     events: list[Event] = document["traceEvents"]
@@ -327,7 +327,7 @@ def check(text: str) -> list[Event]:
     times = [event["ts"] for event in events if event["ph"] != "M"]
     assert times == sorted(times)
     assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} <= set(threads(events))
-    # Perfetto takes thread 0 and the one numbered as its process for one.
+    # Perfetto merges thread 0 with the thread that has its process's number.
     numbers = [tid for _, tid in threads(events)]
     assert len(set(numbers)) == len(numbers)
     assert not set(numbers) & {0, *(event["pid"] for event in events)}
@@ -339,7 +339,7 @@ def threads(events: list[Event]) -> dict[tuple[int, int], str]:
 
 
 def arrows(events: list[Event]) -> list[list[Event]]:
-    """The slices that each arrow touches, in order. The innermost slice around its end is the one."""
+    """Return the slices that each arrow touches, in order: the innermost slice around each of its ends."""
     ends = defaultdict(list)
     for event in events:
         if event["ph"] in ("s", "t", "f"):

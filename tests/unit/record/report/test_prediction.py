@@ -27,14 +27,14 @@ def measured_of(folder: Path, **changes: Any) -> Measured:
 
 
 def same_times(measured: Measured) -> None:
-    """Every action of the prediction begins and ends when it did in the run."""
+    """Check that every action of the prediction begins and ends when it did in the run."""
     report = replay(measured).report
     for place, lane in enumerate(measured.timelines[0].lanes):
         assert lane is not None
         assert [row.action for row in lane.computations] == [timed.action for timed in report.computations[place]]
         for row, timed in zip(lane.computations, report.computations[place], strict=True):
             assert (row.start_s, row.end_s) == pytest.approx((timed.start_s, timed.end_s), abs=1e-8)
-        # Which of a message and a transfer takes a port first may hang on the last bit of a time.
+        # Whether a message or a transfer takes a port first may depend on the last bit of a time.
         for row, timed in zip(
             *(
                 sorted(rows, key=lambda row: (str(row.action), row.start_s))
@@ -119,12 +119,12 @@ def test_whole_peaks_need_every_size() -> None:
 
 
 def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
-    """Slices of 1 and 10 bytes, taken for the largest, were reported as 40 bytes instead of 22."""
+    """Slices of 1 and 10 bytes were all counted as the largest: 40 bytes instead of 22."""
     schedule = build(ScheduleConfig("gpipe", 2, 2, slices=2))
     saved = {(0, number): 10 if number % 2 else 1 for number in range(4)}
     assert peak_of_rule(schedule, 0, rule_by_slice(schedule, saved, {}, {}), 0) == 22
     assert own_peak(schedule, 0, {0: 10}, {}, 0, {}) == 40
-    # Halves: what W needs of the last slices, while the first ones wait for their I.
+    # Split backwards: the last slices keep what W needs while the first ones wait for I.
     split = build(ScheduleConfig("zb-h1", 2, 2, slices=2))
     after = dict.fromkeys(saved, 3)
     rule = rule_by_slice(split, saved, {}, after)
@@ -222,7 +222,7 @@ def write(folder: Path, limit_gib: int | None = 80, **first: Any) -> Path:
 
 
 def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
-    """28 GiB beside activations, 2 GiB of others, 6 GiB per micro-batch: 8 need 78, 5 balanced 60."""
+    """28 GiB besides activations, 2 GiB of other memory, 6 GiB per micro-batch: 8 need 78, 5 balanced 60."""
     shortage = shortage_of(held(write(tmp_path / "run", 70)))
     assert shortage.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
     assert shortage.stages[0].other_bytes == 2 * GIB
@@ -243,7 +243,7 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ran_no_forward_hosts_too(tmp_path: Path) -> None:
-    """`with --bpipe: fits` was said of what only the stages that had begun need: stage 7 hosts what stage 0 evicts."""
+    """`with --bpipe: fits` counted only the stages that had begun, although stage 7 hosts what stage 0 evicts."""
     folder = write(tmp_path / "run", 70)
     for place in (6, 7):
         line = json.dumps(header(place, 70) | {"weights_bytes": 30 * GIB * (place == 7)})
@@ -299,7 +299,7 @@ def sharded(folder: Path, shard_gib: int = 3) -> Path:
 
 
 def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
-    """28 GiB beside activations, 2 of others, 6 micro-batches of 6, and a shard's part of one."""
+    """28 GiB besides activations, 2 of other memory, 6 micro-batches of 6, and one micro-batch's part in a shard."""
     shortage = shortage_of(held(sharded(tmp_path / "run")))
     assert shortage.stages[0].fullest.activations_bytes == (5 * 6 + 3) * GIB
     assert shortage.stages[0].other_bytes == 2 * GIB
