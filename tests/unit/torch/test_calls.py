@@ -16,7 +16,7 @@ from bpipe.torch.upstream import Computation, TorchAction
 
 
 class Notes:
-    """Takes down the calls."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -26,7 +26,7 @@ class Notes:
 
 
 class Stage(SimpleNamespace):
-    """A stage whose methods are, as torch's, its class's or its own."""
+    """A stage whose methods, like those of torch's stages, belong to its class or to itself."""
 
     def backward_weight_one_chunk(self, microbatch: int) -> str:
         return f"W{microbatch}"
@@ -41,7 +41,7 @@ def stage(index: int) -> Any:
 
 
 def run(actions: list[Any], index: int = 1) -> list[str]:
-    """What torch's loop does with its list, as far as it concerns us."""
+    """Do what torch's loop does with its list, as far as it concerns us."""
     notes, here = Notes(), stage(index)
     step = StepCalls(notes, actions)
     before = dict(vars(here))
@@ -69,8 +69,8 @@ def parsed(words: str) -> list[Any]:
 
 
 def test_waits_for_others_may_stand_between_a_computation_and_its_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.15 lists WAIT_SEND_F behind a backward, and what it made was called sent before its SEND_B."""
-    # Before 2.15 there is no such word.
+    """Torch 2.15 lists WAIT_SEND_F after a backward, so `sent` was called for the backward before its SEND_B."""
+    # Torch before 2.15 has no such action, so UNSHARD takes its place.
     monkeypatch.setattr(calls, "SEND_WAITS", (Computation.UNSHARD,))
     assert run(parsed("1F0 1SEND_F0 1B0 1UNSHARD 1SEND_B0 1F1 1B1 1UNSHARD")) == [
         *("begin", "before 1F0", "after 1F0", "1SEND_F0", "sent 1F0"),
@@ -156,7 +156,7 @@ def test_a_buffer_is_there_from_its_receive_to_its_last_use() -> None:
     assert buffers.nbytes == 2 * BYTES
     buffers.used(Action(1, Kind.BACKWARD_WEIGHT, 1))
     assert buffers.nbytes == 0
-    # The next step's.
+    # The next step begins anew.
     buffers.end()
     buffers.begin()
     buffers.receives(received(Computation.RECV_F, 0))
@@ -164,7 +164,7 @@ def test_a_buffer_is_there_from_its_receive_to_its_last_use() -> None:
 
 
 def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
-    """A gradient that is a view of what was received is still to be sent."""
+    """A gradient that is still to be sent may be a view of what was received."""
     here = receiving(1)
     buffers = ReceiveBuffers([here], {1}.__contains__)
     buffers.begin()
@@ -180,7 +180,7 @@ def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
 
 
 def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
-    """Torch puts the output of the other receiving there, which is that one's."""
+    """Torch puts the other stage's output there, which belongs to that stage."""
     here = receiving(1)
     ReceiveBuffers([here], {0, 1, 2}.__contains__).begin()
     assert here.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES

@@ -24,13 +24,13 @@ MAT = 4 * ROWS * WIDTH
 
 
 class Stage(nn.Module):
-    """Two products with a tanh between: the first input and the output of the tanh, which both save, stay."""
+    """Two linear layers with a tanh between: they save the first input and the output of the tanh."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.recomputes = recomputes
-        # Held by Python alone, as a table of positions may be.
+        # Held by Python only, as a table of positions may be.
         self.table = [torch.ones(ROWS, WIDTH)]
         self.plain_table = torch.ones(ROWS, WIDTH)
 

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Options:
-    """torch's, as of 2.11."""
+    """NCCL's options in torch, as of 2.11."""
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
@@ -43,7 +43,7 @@ class Options:
 
 
 class Recorded:
-    """`torch.distributed` on one rank, which writes down what it is asked for."""
+    """A stand-in for `torch.distributed` on one rank, which records its calls."""
 
     isend, irecv, ProcessGroup = "send", "receive", str
 
@@ -67,7 +67,7 @@ class Recorded:
         self.destroyed.append(group)
 
     def issue(self, operation: str, buffers: list[torch.Tensor], partner: int, group: str) -> list[Any]:
-        """For `bpipe.transport.distributed.issue`."""
+        """Replaces `bpipe.transport.distributed.issue`."""
         self.calls.append(("batch", len(buffers)))
         asked = [(operation, buffer.numel(), partner, group) for buffer in buffers]
         return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in asked]
@@ -129,7 +129,7 @@ def test_no_group_call_is_larger_than_nccls_limit(dist: Recorded) -> None:
 
 
 class Group:
-    """Of ranks 3 and 7, as a backend that can or cannot start several operations at once."""
+    """A group of ranks 3 and 7, whose backend can or cannot start several operations at once."""
 
     def __init__(self, supports_coalescing: bool) -> None:
         self.supports_coalescing = supports_coalescing
@@ -152,7 +152,7 @@ class Group:
 def test_operations_are_started_in_one_call_where_a_backend_has_one(
     at_once: bool, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ranks of the group; torch's own batch took two thirds more of the main thread's time."""
+    """Ranks are those in the group. torch's own batch took two thirds more of the main thread's time."""
     group = Group(at_once)
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ def test_operations_are_started_in_one_call_where_a_backend_has_one(
 
 
 def test_this_torch_starts_several_operations_at_once() -> None:
-    """The names by which `issue` asks for that are not public: a torch without them has to be noticed."""
+    """`issue` uses names that are not public, so a torch without them must be noticed."""
     assert list(inspect.signature(torch.distributed._coalescing_manager).parameters) == ["group", "device", "async_ops"]
     assert "supports_coalescing" in dir(torch._C._distributed_c10d.Backend)
 
@@ -195,7 +195,7 @@ def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:
 
 
 class Headed(Headed):
-    """Writes down what it would send and receive, and what was waited for."""
+    """Records what it would send and receive, and what was waited for."""
 
     def __init__(self, control: Any) -> None:
         super().__init__(control, None)  # type: ignore[arg-type]
@@ -261,14 +261,14 @@ def test_lengths_that_never_come_are_an_error_where_they_are_waited_for(ends: tu
 
 
 class Wire:
-    """What `torch.distributed` does between two ranks: messages with one tag keep their order, others do not care."""
+    """What `torch.distributed` does between two ranks: only messages with the same tag keep their order."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self.waited = 0
 
     def isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> SimpleNamespace:
-        # What is sent is read when it is waited for, as late as it may be.
+        # A sent tensor is read when its receiver waits, as late as possible.
         self.sent[to, tag].append(tensor)
         return SimpleNamespace(wait=self._wait)
 
@@ -306,13 +306,13 @@ VALUES = [
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     first, second = control_ends()
     first.send(Subject.SIZES, value)
-    # An exchange tells before it listens: neither end may wait for the other to begin.
+    # An exchange sends before it receives: neither end may wait for the other to begin.
     assert second.exchange(Subject.SIZES, "back") == value
     assert first.receive(Subject.SIZES) == "back"
 
 
 class Gate:
-    """A job that begins and then waits to be let through."""
+    """A job that begins and then waits until it is opened."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
