@@ -84,8 +84,8 @@ def test_a_rank_that_moves_nothing_is_certified_of_nothing() -> None:
 
 @pytest.mark.parametrize(("iterations", "told_after"), [(1, [0]), (2, [1]), (math.inf, [1])])
 def test_what_was_checked_is_told_once(iterations: float, told_after: list[int]) -> None:
-    verifier, told_in = Verifier("rank 0", CPU, iterations), []
+    verifier, reports = Verifier("rank 0", CPU, iterations), []
     for number in range(4):
         verifier.end()
-        told_in += [number] * verifier.first_over
-    assert told_in == told_after
+        reports += [number] * verifier.first_over
+    assert reports == told_after

@@ -89,7 +89,7 @@ def traced(flags: str) -> Any:
 @functools.cache
 def _traced(every: tuple[str, ...]) -> dict[str, Any]:
     """Trace all launches in one process: importing Megatron takes as long as tracing some of them."""
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.unit.scheduling.trace_many"],
         input=json.dumps([[*launch_of(flags).flags] for flags in every]),
         capture_output=True,
@@ -99,8 +99,8 @@ def _traced(every: tuple[str, ...]) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return dict(zip(every, json.loads(ran.stdout), strict=True))
+    assert process.returncode == 0, process.stderr[-3000:]
+    return dict(zip(every, json.loads(process.stdout), strict=True))
 
 
 @pytest.mark.parametrize("flags", QUICK)
@@ -171,11 +171,11 @@ def test_a_trace_gives_simulate_and_plan_what_stages_save_and_have(
         assert after["activations_bytes"] - before["activations_bytes"] > 2**29 * chunks, rank
     # A plan has the same row, and others by formula.
     cut = {name: results["trace"]["configuration"][name] for name in ("tensor", "pipeline", "chunks", "micro_batch")}
-    asked = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
+    sizes = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
     model = flags.split()[: flags.split().index("--tp")]
     recompute = ["--recompute", results["trace"]["configuration"]["recompute"]]
     attention = ["--attention", results["trace"]["configuration"]["attention"]]
-    plan = ["plan", *model, *asked, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
+    plan = ["plan", *model, *sizes, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
     assert cli.main([*plan, *cluster, "--balance", "none", "--profile", file]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["configuration"]["micro_batch"] for row in rows} == {1, cut["micro_batch"]}

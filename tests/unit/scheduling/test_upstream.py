@@ -102,8 +102,8 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
         "import sys, megatron.scheduling.options.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & "
         "set(sys.modules)) or 0)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 0, ended.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 # Runs every `check_` function of the named modules, after the module's `setup`, if it has one.
@@ -140,5 +140,5 @@ FUSED = "from tests.gloo.fused import stand_in\nstand_in()\n"
 def test_checks_in_a_process_of_their_own(program: str, names: tuple[str, ...]) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", program, *names]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -88,14 +88,14 @@ def test_the_command_says_it_of_a_file(
 ) -> None:
     file = tmp_path / "model.py"
     file.write_text(PROGRAM)
-    asked = ["trace", "--module", f"{file}:stages", "--pp", "4", "--microbatches", "8", "--device", "cpu"]
-    assert main([*asked, "--format", "json"]) == 0
+    command = ["trace", "--module", f"{file}:stages", "--pp", "4", "--microbatches", "8", "--device", "cpu"]
+    assert main([*command, "--format", "json"]) == 0
     result = json.loads(capfd.readouterr().out)
     half = 256 * 512 * 4
     assert [stage["saved_bytes"] for stage in result["stages"]] == [half, 2 * half, 2 * half, 2 * half]
     assert result["alone_bytes"] == [4 * half, 6 * half, 4 * half, 2 * half]
     monkeypatch.setattr(trace, "_answer_of", lambda *_: result)
-    assert main(asked) == 0
+    assert main(command) == 0
     lines = capfd.readouterr().out.splitlines()
     header = lines.index("rank  peak MiB  balanced MiB")
     assert lines[header + 1].split() == ["0", "2.0", "1.5"]

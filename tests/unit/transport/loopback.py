@@ -86,9 +86,9 @@ class LoopbackControl:
 
     def exchange(self, about: Subject, value: Any) -> Any:
         sending = self.send(about, value)
-        heard = self.receive(about)
+        answer = self.receive(about)
         sending.wait()
-        return heard
+        return answer
 
 
 def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[LoopbackControl, LoopbackControl]:
@@ -101,8 +101,8 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
 def together(*calls: Callable[[], object]) -> None:
     """Run the calls at once, in a thread each, and raise their errors."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        for ended in [pool.submit(call) for call in calls]:
-            ended.result(20.0)
+        for future in [pool.submit(call) for call in calls]:
+            future.result(20.0)
 
 
 def peers(

@@ -124,8 +124,8 @@ def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
             ranks[rank].post(output(microbatch))
         ranks[LAST].send(output(microbatch), tensors)
         for rank in (0, 1):
-            got = ranks[rank].wait(output(microbatch))
-            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in tensors]
+            received = ranks[rank].wait(output(microbatch))
+            assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in tensors]
         assert ranks[LAST].wait(output(microbatch)) == ()
     seat: Any = ranks[LAST]._groups.of[Kind.FORWARD]
     assert seat._next == 4, "two tensors of each but the first"

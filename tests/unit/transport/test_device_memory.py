@@ -129,7 +129,7 @@ def test_a_transfer_is_one_call_where_cuda_has_one(
     lent.write(pieces(10, 1000, 7))
     received = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
     lent.read(received)
-    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, pieces(10, 1000, 7), strict=True))
+    assert all(torch.equal(target, sent) for (_, target), (_, sent) in zip(received, pieces(10, 1000, 7), strict=True))
     assert cuda.batches == ([3, 3] if batched else [])
     assert cuda.streams == [7] * (2 if batched else 6)
 

@@ -69,8 +69,8 @@ class Recorded:
     def issue(self, operation: str, buffers: list[torch.Tensor], partner: int, group: str) -> list[Any]:
         """Replaces `bpipe.transport.distributed.issue`."""
         self.calls.append(("batch", len(buffers)))
-        asked = [(operation, buffer.numel(), partner, group) for buffer in buffers]
-        return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in asked]
+        requests = [(operation, buffer.numel(), partner, group) for buffer in buffers]
+        return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in requests]
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -156,8 +156,8 @@ def test_operations_are_started_in_one_call_where_a_backend_has_one(
     group = Group(at_once)
 
     @contextlib.contextmanager
-    def together(*asked: Any, **named: Any) -> Iterator[Any]:
-        assert (asked, named) == ((group, CPU), {"async_ops": True})
+    def together(*arguments: Any, **named: Any) -> Iterator[Any]:
+        assert (arguments, named) == ((group, CPU), {"async_ops": True})
         call = SimpleNamespace(works=[])
         group.asked.append("begin")
         yield call
@@ -166,8 +166,8 @@ def test_operations_are_started_in_one_call_where_a_backend_has_one(
 
     monkeypatch.setattr(torch.distributed, "_coalescing_manager", together)
     monkeypatch.setattr(torch.distributed, "get_group_rank", lambda _, rank: [3, 7].index(rank))
-    asked = torch.distributed.isend if operation == "send" else torch.distributed.irecv
-    works = distributed.issue(asked, [torch.zeros(2), torch.zeros(5)], 7, group)  # type: ignore[arg-type]
+    function = torch.distributed.isend if operation == "send" else torch.distributed.irecv
+    works = distributed.issue(function, [torch.zeros(2), torch.zeros(5)], 7, group)  # type: ignore[arg-type]
     operations = [(operation, 2, 1, 0), (operation, 5, 1, 0)]
     assert group.asked == (["begin", *operations, "end"] if at_once else operations)
     assert works == (["the work of all"] if at_once else ["work 1", "work 2"])
@@ -324,42 +324,42 @@ class Gate:
 
 
 def test_jobs_of_a_lane_run_in_the_order_they_were_asked_for(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    ran: list[int] = []
+    results: list[int] = []
     gate = Gate()
     lanes[0].run(gate)
-    tickets = [lanes[0].run(lambda number=number: ran.append(number)) for number in range(50)]  # type: ignore[misc]
-    assert ran == []
+    tickets = [lanes[0].run(lambda number=number: results.append(number)) for number in range(50)]  # type: ignore[misc]
+    assert results == []
     gate.open.set()
     tickets[-1].wait()
-    assert ran == list(range(50))
+    assert results == list(range(50))
 
 
 def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     outbound, inbound = lanes
-    ran: list[str] = []
+    results: list[str] = []
     gate = Gate()
-    first = outbound.run(lambda: (gate(), ran.append("put"))[0])
-    second = inbound.run(lambda: ran.append("get"), after=[first])
+    first = outbound.run(lambda: (gate(), results.append("put"))[0])
+    second = inbound.run(lambda: results.append("get"), after=[first])
     assert gate.begun.wait(5.0)
-    assert ran == []
+    assert results == []
     gate.open.set()
     second.wait()
-    assert ran == ["put", "get"]
+    assert results == ["put", "get"]
 
 
 def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     def fail() -> None:
         raise OSError("no such memory")
 
-    ran: list[str] = []
+    results: list[str] = []
     failed = lanes[0].run(fail)
-    follows = lanes[1].run(lambda: ran.append("never"), after=[failed])
-    later = lanes[0].run(lambda: ran.append("other"))
+    follows = lanes[1].run(lambda: results.append("never"), after=[failed])
+    later = lanes[0].run(lambda: results.append("other"))
     later.wait()
     for ticket in (failed, failed, follows):
         with pytest.raises(OSError, match="no such memory"):
             ticket.wait()
-    assert ran == ["other"], "a job whose predecessor failed has nothing to work on"
+    assert results == ["other"], "a job whose predecessor failed has nothing to work on"
 
 
 def test_a_job_that_does_not_end_is_a_time_out() -> None:

@@ -167,9 +167,9 @@ def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]
     announce(evictor).wait()
     put = evictor.put(0, tensors(7))
     received = tensors()
-    got = evictor.get(0, received)
+    load = evictor.get(0, received)
     lend(acceptor)
-    for pending in (put, got):
+    for pending in (put, load):
         pending.wait()
     assert same(received, tensors(7))
     for end in (evictor, acceptor):

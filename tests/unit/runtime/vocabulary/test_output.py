@@ -165,10 +165,10 @@ def test_everybody_makes_the_same_bits_of_what_all_gathered() -> None:
 
 
 def test_a_few_tokens_at_a_time_are_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = layer(torch.bfloat16)
-    at_once = in_shards(given, 2, 2)
+    inputs = layer(torch.bfloat16)
+    at_once = in_shards(inputs, 2, 2)
     monkeypatch.setattr(shards, "_WIDE_AT_ONCE", 7 * VOCABULARY // 2)
-    assert all(torch.equal(*pair) for pair in zip(in_shards(given, 2, 2), at_once, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(in_shards(inputs, 2, 2), at_once, strict=True))
 
 
 def test_gradients_take_the_place_of_the_logits() -> None:

@@ -146,8 +146,8 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
             continue
         chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
-            asked = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
-            peak = peak_counts(family.generate(p, m, chunks, asked))[0]
+            options = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
+            peak = peak_counts(family.generate(p, m, chunks, options))[0]
             assert peak >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
 
@@ -293,12 +293,12 @@ def test_a_pair_begins_with_both_inputs_and_passes_both_outputs_on_behind() -> N
     schedule = made(4, 8, 2, balance=BalanceConfig())
     for exchange in EXCHANGES:
         for program, row in zip(lower(schedule, exchange), schedule.ranks, strict=True):
-            ran = [number for number, instruction in enumerate(program.instructions) if instruction.op is Op.RUN]
+            runs = [number for number, instruction in enumerate(program.instructions) if instruction.op is Op.RUN]
             together = [cell.computations for cell in row if cell.overlapped is not None]
             pairs = [
                 (program.instructions[number].operand, program.instructions[number + 1].operand)
-                for number in ran
-                if number + 1 in ran and program.starts.count(number + 1) == 0
+                for number in runs
+                if number + 1 in runs and program.starts.count(number + 1) == 0
             ]
             assert [pair for pair in pairs if pair in together] == together
 

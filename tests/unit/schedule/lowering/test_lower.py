@@ -520,10 +520,10 @@ LAYOUTS = {
 def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) -> None:
     schedule = forwards_only(layout, num_microbatches)
     for rank, row in enumerate(schedule.ranks):
-        ran = [slot.compute for slot in row if slot.compute is not None]
+        computations = [slot.compute for slot in row if slot.compute is not None]
         for stage in layout.stages_of(rank):
             own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
-            assert [action for action in ran if action.stage == stage] == [
+            assert [action for action in computations if action.stage == stage] == [
                 Action(stage, Kind.FORWARD, microbatch) for microbatch in own
             ]
         assert all(not slot.transfers for slot in row)
@@ -557,8 +557,8 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: int) -> None:
     schedule = forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), num_microbatches)
     for rank in range(4):
-        looked_up = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
-        assert looked_up == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
+        lookups = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
+        assert lookups == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
     first = computed(schedule, 0)
     for microbatch in range(num_microbatches):
         assert first.index(Action(0, Kind.INPUT_FORWARD, microbatch)) < first.index(Action(0, Kind.FORWARD, microbatch))
