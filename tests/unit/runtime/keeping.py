@@ -8,7 +8,7 @@ import torch
 
 
 class Keeping(torch.autograd.Function):
-    """Saves what it is given beside its input; its gradient depends on every byte of it and where that stands."""
+    """Saves the tensors given after its input; its gradient depends on every byte of them and its position."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:

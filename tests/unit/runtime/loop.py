@@ -1,7 +1,7 @@
 """One rank of a pipeline over a small real autograd graph, run by the executor with an engine around every operation.
 
-In: a schedule, a rank, an engine or none. Out: gradients that depend on every micro-batch's every bit. Its neighbours
-are not there: what they would send is drawn from the micro-batch's number.
+The gradients depend on every bit of every micro-batch. There are no neighbours: what they would send is generated from
+the micro-batch's number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Rows = Callable[[int], int]
 
 
 class Small(TorchStages):
-    """A rank's stages, all of one weight; `computing` runs inside every forward and backward."""
+    """A rank's stages, which share one weight; `computing` runs inside every forward and backward."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Small(TorchStages):
 
         def part(number: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
             computing()
-            # Nobody else may hold it: the first stage's input leaves with what else it saved.
+            # No other reference may remain: the first stage's input is evicted with everything else it saved.
             output = forward(weight, *(received or (inputs_of(microbatch, rows(microbatch)),)))
             return output if number < last else (output * (0.5 + microbatch)).sum()
 
@@ -75,7 +75,7 @@ class Small(TorchStages):
 
 
 def drawn(rows: Rows = lambda microbatch: 16) -> Alone:
-    """What neighbours would send."""
+    """The messages that neighbours would send."""
 
     def tensors(message: Message) -> Tensors:
         (made_by,) = message.made_by
@@ -94,7 +94,6 @@ def run_iteration(
     computing: Callable[[], None] = lambda: None,
     forward: Layer = stage,
 ) -> None:
-    """One iteration."""
     Executor(plan, rank, Small(plan, rank, weight, rows, computing, forward), drawn(rows)).run(engine)
 
 
@@ -105,7 +104,7 @@ def gradient(
     rank: int = 0,
     computing: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """The weight's gradient after so many iterations."""
+    """The weight's gradient after the given number of iterations."""
     weight = new_weight()
     for _ in range(iterations):
         run_iteration(engine, plan, weight, rank=rank, computing=computing)

@@ -1,7 +1,7 @@
-"""All ranks of a schedule in one thread, each at its own place in its program: whoever can go on does.
+"""All ranks of a schedule in one thread: every rank that need not wait runs its next instruction.
 
-In: a schedule. Out: gradients of all stages' weights, and those of the same model in one piece. Messages are copied,
-and have to be posted in the order in which they are sent.
+Computes the gradients of all stages' weights, and those of the same model in one piece. Messages are copied, and must
+be posted in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edge = tuple[int, int]
 
 
 class Post:
-    """The mail between all ranks: what is under way on every directed edge, in order."""
+    """The messages in flight between all ranks, in order, for every directed edge."""
 
     def __init__(self) -> None:
         self.sent: dict[Edge, deque[tuple[Message, Tensors]]] = defaultdict(deque)
@@ -50,7 +50,7 @@ class Mail:
         return tensors
 
     def can(self, instruction: Instruction) -> bool:
-        """Whether this would not have to wait for another rank."""
+        """Whether the instruction can run without waiting for another rank."""
         operand = instruction.operand
         return (
             instruction.op is not Op.WAIT or operand.parties[0] == self._rank or bool(self._post.sent[operand.parties])
@@ -62,7 +62,7 @@ def inputs_of(microbatch: int) -> torch.Tensor:
 
 
 class Model:
-    """A stage is a layer; the first draws its input, the last makes a loss of the micro-batch."""
+    """Each stage is one layer; the first generates its input, the last computes the micro-batch's loss."""
 
     def __init__(self, num_stages: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -93,7 +93,7 @@ class Model:
 def in_one_piece(
     num_stages: int, num_microbatches: int, iterations: int = 1, model: Model | None = None
 ) -> list[torch.Tensor]:
-    """The gradients that nobody's pipeline made."""
+    """The gradients without a pipeline."""
     model = model or Model(num_stages)
     for microbatch in [*range(num_microbatches)] * iterations:
         tensors: Tensors = ()
@@ -104,7 +104,7 @@ def in_one_piece(
 
 
 def take_turns(executors: Sequence[Executor], mails: Sequence[Mail]) -> None:
-    """One iteration of all ranks."""
+    """Run one iteration of all ranks."""
     walks = [executor.walk() for executor in executors]
     ahead = {rank: next(walk, None) for rank, walk in enumerate(walks)}
     while any(ahead.values()):

@@ -1,8 +1,7 @@
 """All ranks of a schedule with shards of the output layer in one thread, collectives included.
 
-In: a schedule. Out: gradients of all stages' weights and of the whole output layer, and every token's loss; and the
-same in one piece, by torch's own cross entropy. Collectives have to be sent in one order by all ranks, a sort of them
-for itself.
+Computes the gradients of all stages' weights and of the output layer, and every token's loss; and the same without
+shards, by torch's own cross entropy. All ranks must send the collectives of each kind in the same order.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from bpipe.schedule.program import Instruction, Message, Op
 from bpipe.schedule.schedule import Schedule
 from tests.unit.runtime.pipeline import ROWS, WIDTH, Mail, Post, inputs_of, take_turns
 
-# Of each rank.
+# Rows per rank.
 VOCABULARY = 6
 
 
 class SharedPost(Post):
-    """Adds the parts of collectives by value and rank, and the order in which each rank sent its own."""
+    """Also keeps the parts of collectives, by value and rank, and the order in which each rank sent its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts: dict[int, dict[int, Tensors]] = defaultdict(dict)
         self.orders: dict[Kind, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        # By rank, where a stage needs what was gathered, too: what each makes of it.
+        # By rank, if a stage needs what was gathered, too: computes the rank's part of the gradient from it.
         self.late: list[Callable[[int, Tensors], Tensors]] = []
 
 
 class SharedMail(Mail):
-    """One rank's messages, collectives among them."""
+    """One rank's messages, including collectives."""
 
     _post: SharedPost
 
@@ -60,7 +59,7 @@ class SharedMail(Mail):
         if len(message.made_by) == 1:
             return tuple(tensor.clone() for tensor in parts[0])
         together = tuple(map(torch.stack, zip(*parts, strict=True)))
-        # What shards need is gathered, and what a stage needs is added up.
+        # Shards need the gathered parts, and a stage needs their sum.
         stages = [action for action in message.needed_by if action.kind not in SHARDS]
         if len(stages) == len(message.needed_by):
             return tuple(self.total(value) for value in together)
@@ -70,7 +69,6 @@ class SharedMail(Mail):
         return *together, *(self.total(value) for value in late)
 
     def total(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all ranks' parts."""
         return torch.stack(tuple(parts)).sum(0)
 
     def can(self, instruction: Instruction) -> bool:
@@ -81,7 +79,7 @@ class SharedMail(Mail):
 
 
 class Rows:
-    """A matrix of logits by itself, whose gradient comes by its own product."""
+    """A shard of the output matrix, which computes logits without autograd and its gradient by a product of its own."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.weight = weight
@@ -95,7 +93,7 @@ class Rows:
 
 
 class ShardedModel:
-    """A stage is a layer; the first draws its input, the last makes what the output layer makes tokens' losses of.
+    """Each stage is one layer; the first generates its input, the last returns what the output layer's losses need.
 
     The loss of a micro-batch is its tokens' losses times `token_gradients`.
     """
@@ -110,7 +108,7 @@ class ShardedModel:
         self.output = drawn(num_shards * VOCABULARY, WIDTH)
         self.shards = [torch.nn.Parameter(rows) for rows in self.output.detach().clone().chunk(num_shards)]
         self.losses: dict[int, torch.Tensor] = {}
-        # Of every token, whether its label had the largest logit.
+        # Whether each token's label had the largest logit.
         self.largest: dict[int, torch.Tensor] = {}
 
     def labels(self, microbatch: int) -> torch.Tensor:
@@ -146,13 +144,13 @@ class ShardedModel:
         self.losses[microbatch], self.largest[microbatch] = losses, largest
 
     def gradients(self, shards: bool) -> list[torch.Tensor]:
-        """Of the stages, and of the output layer in one piece."""
+        """The gradients of the stages, and of the whole output layer."""
         layers = self.shards if shards else [self.output]
         return [weight.grad for weight in self.weights] + [torch.cat([layer.grad for layer in layers])]  # type: ignore[misc]
 
 
 def in_one_piece(num_stages: int, num_shards: int, num_microbatches: int) -> ShardedModel:
-    """The gradients and losses that nobody's pipeline made."""
+    """The gradients and losses without a pipeline."""
     model = ShardedModel(num_stages, num_shards)
     for microbatch in range(num_microbatches):
         tensors: Tensors = ()

@@ -1,7 +1,5 @@
-"""Stages of attention for micro-batches that are cut into slices, in plain torch: what keeps keys and values, and
-collects their gradients, is the trainer's own code.
-
-In: weights and `KeptKeys`. Out: what an executor computes with.
+"""Attention stages for micro-batches in slices, in plain torch. Keys and values are kept, and their gradients
+collected, by the trainer's own code.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ from megatron.scheduling.slices.cuts import Cutting
 
 
 def new_keys(rows: int, slices: int) -> KeptKeys:
-    """For slices of so many rows each."""
+    """Kept keys and values of slices that have `rows` rows each."""
     return KeptKeys(Cutting([rows * number for number in range(slices + 1)]))
 
 
 def probabilities(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(own, so far), of queries (own, channels) and keys (so far, channels)."""
+    """Attention weights (own, so far) of queries (own, channels) over keys (so far, channels)."""
     return (query @ keys.t() / query.size(-1) ** 0.5).masked_fill(mask, -1e9).softmax(dim=-1)
 
 
 class Attend(torch.autograd.Function):
-    """Attention that saves what it was given, and no scores: slices are of one size."""
+    """Attention that saves its inputs but no scores, whose size would differ between slices."""
 
     @staticmethod
     def forward(
@@ -48,7 +46,7 @@ class Attend(torch.autograd.Function):
 
 
 class SlicedStages(TorchStages):
-    """The stages of a rank: says which slice is computed, and frees keys behind the first one's backward."""
+    """A rank's stages: they set the current slice, and free the keys after the first slice's backward."""
 
     def __init__(self, parts: Mapping[int, Part], keys: KeptKeys) -> None:
         super().__init__(parts)

@@ -1,4 +1,4 @@
-"""Which storages of a graph may leave, and how those of the next micro-batch are found."""
+"""Which storages of a graph can be evicted, and how those of the next micro-batch are found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def moved(root: torch.Tensor, *inputs: torch.Tensor) -> set[int]:
-    """Storage addresses of what may leave."""
+    """The addresses of movable storages."""
     return {item.storage._cdata for item in find([root.grad_fn], inputs, CPU) if item.alone}
 
 
@@ -92,7 +92,7 @@ class Twice(torch.autograd.Function):
 
 
 def test_what_two_micro_batches_saved_is_nobodys() -> None:
-    """Nobody but two graphs holds the table, so only comparing them can tell."""
+    """Only the two graphs hold the table, so only comparing them shows it."""
     x = torch.randn(4, 8, requires_grad=True)
 
     def two_graphs() -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -151,7 +151,7 @@ class Stashing(torch.autograd.Function):
 
 
 def test_what_a_compiled_function_stashes_is_found_and_moves() -> None:
-    """It stands in no attribute that autograd gives, so it was never seen, and stayed."""
+    """It is in no attribute that autograd exposes, so it was never found and never moved."""
     inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in range(2)]
     (expected,) = torch.autograd.grad(Stashing.apply(inputs[0]).sum(), inputs[0])
     received = inputs[1]
@@ -178,7 +178,7 @@ WEIGHT, MASK = torch.nn.Parameter(torch.randn(8, 8)), torch.rand(4, 8)
 
 
 def layers(x: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Everything that is told apart: inputs, outputs of their own node, views and their bases, lists."""
+    """Every case that is distinguished: inputs, outputs of their own node, views and their bases, lists."""
     hidden = torch.relu(x @ WEIGHT) * MASK
     tensors.append(hidden)
     first, second = torch.exp(hidden).split(4, -1)
@@ -186,7 +186,7 @@ def layers(x: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def run_layers(of: Layers = layers) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the output of the layers, what it received, and what somebody still holds: nothing, once the list is cleared."""
+    """Return the layers' output, what they received, and a list of tensors that are still held until it is cleared."""
     received, tensors = torch.randn(4, 8, requires_grad=True), []
     return of(received, tensors), received, tensors
 
@@ -200,7 +200,7 @@ def recorded(of: Layers = layers) -> Retrace | None:
 
 
 def test_what_somebody_holds_is_not_found() -> None:
-    """By the very tensor that was saved [2], and by a view of it [1]; then everything is looked at."""
+    """Whether through the saved tensor itself or through a view of it; the caller then does a full search."""
     retrace = recorded()
     assert retrace is not None
     output, received, tensors = run_layers()
@@ -236,7 +236,7 @@ TALL_BYTES = TALL * WIDE * 4
 
 
 class Chain:
-    """A forward of three parts, as a loop keeps it: of each what it was given, detached, and what it made."""
+    """A forward in three parts, as a loop keeps it: each part's detached input and its output."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -270,7 +270,7 @@ def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
     chain = Chain(1)
     pieces = chain.pieces()
     storages = [item.storage for item in found_in(chain, pieces) if item.alone and item.nbytes >= TALL_BYTES]
-    # tanh's and sin's are one, exp's and the third part's input another, and sigmoid's.
+    # One of tanh and sin, one of exp and the third part's input, and one of sigmoid.
     assert len(storages) == 3
     del pieces
     copies = [storage.clone() for storage in storages]

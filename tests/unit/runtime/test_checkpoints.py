@@ -1,4 +1,4 @@
-"""What checkpointed regions and distributed tensors keep: found, moved, and brought back with the same bits."""
+"""What checkpointed regions and distributed tensors keep is found, moved, and brought back with the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BYTES = 4 * ROWS * WIDTH
 
 
 class Body:
-    """Two products, and how often it ran."""
+    """Two matrix products; counts its runs."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -47,7 +47,7 @@ def received() -> torch.Tensor:
 
 
 def selective() -> Any:
-    """Keeps the products, computes the rest again."""
+    """Keep the products and recompute the rest."""
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_saved = function == torch.ops.aten.mm.default
@@ -74,7 +74,7 @@ def nested(body: Body, x: torch.Tensor) -> torch.Tensor:
 def gradients(
     run: Callable[[Body, torch.Tensor], torch.Tensor], moving: bool
 ) -> tuple[list[torch.Tensor], list[int], int]:
-    """The gradients of input and weights, the bytes of what may leave, and how often the body ran before backward."""
+    """The gradients of input and weights, the sizes of movable storages, and the body's runs before backward."""
     body, x = Body(), received()
     out = run(body, x)
     storages = [item for item in find([out.grad_fn], [x], CPU) if item.alone] if moving else []
@@ -87,25 +87,25 @@ def gradients(
 
 @pytest.mark.parametrize(
     ("run", "num_storages"),
-    # The received x (of sin), the region's argument, and tanh's output; two products more where they are kept.
+    # The received x (of sin), the region's argument, and tanh's output; also both products if they are kept.
     [(whole, 3), (cached, 5), (nested, 3)],
 )
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_regions_move_and_are_computed_again_with_the_same_bits(
     run: Callable[[Body, torch.Tensor], torch.Tensor], num_storages: int, early_stop: bool
 ) -> None:
-    """The walk refused them: looking at a tensor would have computed the region again for each."""
+    """The walk used to refuse regions: reading a saved tensor would have recomputed the region each time."""
     with set_checkpoint_early_stop(early_stop):
         expected, _, _ = gradients(run, moving=False)
         actual, sizes, runs = gradients(run, moving=True)
     assert runs == 1
-    # The output of tanh is held by `out`, as the loop holds a stage's.
+    # `out` holds the output of tanh, as the loop holds a stage's output.
     assert sizes == [BYTES] * (num_storages - 1)
     assert all(map(torch.equal, expected, actual))
 
 
 def test_what_a_region_keeps_is_not_looked_up_by_its_place() -> None:
-    """Its tensors stand at no node: another micro-batch's are found by looking at everything."""
+    """A region's tensors belong to no node, so those of another micro-batch are found only by a full search."""
     body, x = Body(), received()
     out = whole(body, x)
     storages = [item.storage for item in find([out.grad_fn], [x], CPU) if item.alone]
@@ -115,7 +115,7 @@ def test_what_a_region_keeps_is_not_looked_up_by_its_place() -> None:
 
 @pytest.mark.parametrize("context", [None, selective])
 def test_the_installed_torch_has_the_names_that_are_read(context: Any) -> None:
-    """Fails where another torch keeps regions otherwise: then they are refused, not missed."""
+    """Fails if another version of torch keeps regions differently; regions are then refused, not missed."""
     x, body = received(), Body()
     call = partial(checkpoint, use_reentrant=False, **({} if context is None else {"context_fn": context}))
     out = call(body, torch.sin(x))
@@ -126,7 +126,7 @@ def test_the_installed_torch_has_the_names_that_are_read(context: Any) -> None:
 
 
 def test_what_an_older_torch_saves_with_the_arguments_is_none_of_them() -> None:
-    """Torch 2.11 keeps arguments at a node, behind a tensor of no bytes: that was taken for a storage that may leave."""
+    """Torch 2.11 keeps arguments at a node, after an empty tensor, which was taken for a movable storage."""
 
     class Saver(torch.autograd.Function):
         @staticmethod
@@ -145,7 +145,7 @@ def test_what_an_older_torch_saves_with_the_arguments_is_none_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of one rank, without messages: gloo's threads hold a message's tensor for a moment after it has arrived."""
+    """A mesh of one rank, without messages: gloo's threads hold a message's tensor for a moment after it arrives."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -154,14 +154,14 @@ def mesh() -> Iterator[DeviceMesh]:
 def spread_gradients(
     mesh: DeviceMesh, moving: bool, region: bool = False
 ) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Of a product that is spread by rows: spread_gradients, bytes that may leave, and of those that stay."""
+    """For a product sharded by rows: the gradients, the sizes of movable storages, and of those that stay."""
     generator = torch.Generator().manual_seed(1)
     weight = distribute_tensor(torch.randn(WIDTH, WIDTH, generator=generator), mesh, [Replicate()]).requires_grad_()
     received = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
     spread = DTensor.from_local(received, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)])
 
     def body(x: DTensor) -> DTensor:
-        # A view of a wrapper is saved for the product of the transposed.
+        # The product with the transpose saves a view of a wrapper.
         hidden = torch.exp(x @ weight)
         return (hidden.transpose(0, 1) @ hidden).sin()
 
@@ -184,6 +184,6 @@ def test_a_region_of_them_keeps_its_argument_and_no_more(mesh: DeviceMesh) -> No
 
 
 def test_a_mesh_gives_a_cpu_an_index_and_it_is_the_same_cpu() -> None:
-    """Nothing moved, and nothing was said: the stage's device was cpu:0."""
+    """Nothing was moved, and no message said so, because the stage's device was cpu:0."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     assert [item.alone for item in find([(x * x).sum().grad_fn], [x], torch.device("cpu:0"))] == [True]

@@ -1,8 +1,7 @@
-"""The engine over a real autograd graph, without processes: a transport that is as late as it may be, and poisoned
-memory.
+"""The engine on a real autograd graph in one process, with poisoned memory and a transport that is as late as possible.
 
 The late transport copies only when its `wait` is called, which is the latest moment the protocol allows. Whatever the
-engine frees, fills or reads before the wait it owes is then wrong every time, not now and then.
+engine frees, fills or reads too early is then wrong every time, not just sometimes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Late:
 
 
 class LateTransport:
-    """Two-sided, but the partner is not there: its host buffers are a dictionary."""
+    """A two-sided transport without a partner, whose host buffers are a dictionary."""
 
     one_sided: Literal[False] = False
 
@@ -107,7 +106,7 @@ def test_gradients_equal_to_the_last_bit(p: int, m: int) -> None:
 
 
 def test_an_engine_knows_whether_its_last_iteration_ended_well() -> None:
-    """Only then may a rank wait for its partner at the end of the run: after an error that one does not come."""
+    """Only then may a rank wait for its partner at the end of the run: after an error, the partner never comes."""
     plan, engine = schedule(), engine_for(schedule())
     assert engine.ended_well
     gradient(engine, plan)
@@ -130,12 +129,12 @@ def test_measured_peak_is_the_scheduled_one(p: int, m: int, balance: str) -> Non
     plan, meter = schedule(p, m, balance), Meter()
     gradient(engine_for(plan, LateTransport(), meter), plan)
     assert meter.peak_microbatches == peak_counts(plan)[0]
-    # Every storage of this stage can move, so a micro-batch more or less is all of its bytes. The weight is nobody's.
+    # Every storage of this stage is movable, so an eviction frees all of a micro-batch. The weight does not count.
     assert meter.peak_bytes == peak_counts(plan)[0] * meter.saved_bytes[0]
 
 
 def test_nothing_outlives_its_backward() -> None:
-    """The engine's own references would keep a micro-batch's memory although autograd let go of it."""
+    """References in the engine would keep a micro-batch's memory after autograd has released it."""
     plan = schedule()
     engine = engine_for(plan)
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -180,7 +179,7 @@ def test_micro_batches_of_differing_size_are_refused() -> None:
 
 
 def test_where_nothing_is_large_enough_nothing_travels() -> None:
-    """It ended the run, at its first micro-batch, for a model that fits many times over."""
+    """This ended the run at its first micro-batch, with a model that fits many times over."""
 
     class Untouched(LateTransport):
         def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
@@ -223,7 +222,7 @@ def test_a_function_that_hides_what_it_saved_is_named() -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
-    """As many storages as hold it, and no more; every micro-batch's the same, and what is held falls by that much."""
+    """Just enough storages move to cover the part, and the peak falls by their size."""
     plan, whole, meter = schedule(), LateTransport(), Meter()
     gradient(engine_for(plan, whole), plan)
     part = int(share * sum(whole.sizes[0]))
@@ -241,7 +240,7 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
 
 
 def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
-    """Their cost is only visible if nothing overlaps; an eviction has freed its memory by then."""
+    """The cost of transfers is only visible if nothing overlaps them."""
     log: list[str] = []
 
     class Logged(LateTransport):
@@ -281,7 +280,7 @@ def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
 
 
 def test_a_range_ends_with_the_error_of_its_computation() -> None:
-    """Everything behind it would stand within it."""
+    """If it stayed open, the profile would show everything that follows inside it."""
     plan = schedule(balance="none")
     engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
@@ -305,7 +304,7 @@ def test_a_slice_is_named_by_its_micro_batch() -> None:
 
 
 def test_a_micro_batch_goes_to_one_host_only() -> None:
-    """A file may say otherwise; what leaves a second time is still known to whoever sent it first."""
+    """A file may name another host for its second eviction, but the engine keeps one host per micro-batch."""
     plain = FAMILIES["1f1b"].generate(4, 4, 1)
     rows = [list(row) for row in plain.ranks]
     for slot, host, kinds in ((2, 2, "EH"), (3, 2, "LR"), (4, 3, "EH"), (5, 3, "LR")):

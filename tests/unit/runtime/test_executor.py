@@ -1,4 +1,4 @@
-"""The loop: every family's program over a small model gives the gradients of the model in one piece, to the bit."""
+"""The pipeline loop: with every family's program, a small model has the same gradients as in one piece, to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.runtime.pipeline import in_a_pipeline, in_one_piece
 from tests.unit.runtime.test_engine import engine_for
 from tests.unit.schedule.check.test_overlap import OVERLAPPED
 
-# Stages 1 and 2 are neighbours on one rank, so what passes between them is no message.
+# Stages 1 and 2 are neighbours on one rank, so nothing is sent between them.
 FOLDED = """\
 # bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1,1,0
 0F0,0F1,,3F0,3B0,3F1,3B1,0B0,,0B1
@@ -60,7 +60,7 @@ def test_every_family_computes_what_the_model_in_one_piece_does(config: Schedule
 
 
 def test_an_engine_stands_around_each_of_the_two() -> None:
-    """It took both for one, which ended every run of DualPipeV."""
+    """The engine took the overlapped pair for one computation, which ended every run of DualPipeV."""
     engine = engine_for(OVERLAPPED, rank=0)
     for _ in range(2):
         Executor(OVERLAPPED, 0, Small(OVERLAPPED, 0, new_weight()), drawn()).run(engine)
@@ -79,7 +79,7 @@ def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
 
 
 def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
-    """Programs without some instructions."""
+    """Drop instructions from every program."""
     lower_as_run = executor_module.lower_as_run
 
     def without(program: Program) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Every rank learns which one failed first, and stuck ranks are ended. Ranks are threads of this process."""
+"""Every rank learns which rank failed first, and stuck ranks are ended. Here, ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bpipe.runtime.failures import Failure, Watch
 
 
 class Ranks:
-    """Some ranks of a world on one store. `left` are those whose process was ended."""
+    """Some ranks of a world that share a store. `left` has the exit status of each rank whose process was ended."""
 
     def __init__(self, world: int, alive: list[int]) -> None:
         store = dist.HashStore()
@@ -62,7 +62,7 @@ def test_who_is_stuck_is_ended_with_the_cause(capfd: pytest.CaptureFixture[str])
 
 
 def test_a_closed_connection_waits_for_the_word_of_who_closed_it() -> None:
-    """The error of the neighbour comes first, as it may: its connection closes before the cause is told."""
+    """The neighbour's error may come first: its connection closes before the failed rank has reported the cause."""
     ranks = Ranks(2, [0, 1])
     failures: list[Failure | None] = []
     neighbour = threading.Thread(
@@ -86,7 +86,7 @@ def test_who_does_not_answer_the_roll_is_named() -> None:
 
 
 def test_where_all_answer_the_one_that_noticed_is_the_first() -> None:
-    """Nobody is gone: a message really did not come."""
+    """No rank is missing: a message really did not arrive."""
     ranks = Ranks(2, [0, 1])
     assert ranks.watches[1].failed(RuntimeError("timed out")) == Failure(1, "RuntimeError: timed out")
 
@@ -98,6 +98,6 @@ def test_the_last_line_comes_after_the_traceback(capsys: pytest.CaptureFixture[s
     ranks.watches[0].failed(error)
     ranks.watches[0].end()
     sys.excepthook(ValueError, error, None)
-    # And nothing comes behind it, such as what modules in C say when the interpreter takes them apart.
+    # The process leaves right after, so C modules cannot print anything while the interpreter shuts down.
     assert capsys.readouterr().err == "Traceback\nbpipe: rank 0 failed first: ValueError: no such token\nat exit\n"
     assert ranks.left == {0: 1}

@@ -1,4 +1,4 @@
-"""How much of a forward's activations leaves, counted by an allocator on the CPU or by the graph."""
+"""How much of a forward's activations is moved, counted by an allocator on the CPU or by the graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A_TENSOR = ROWS * WIDTH * 4
 
 
 class Allocator(TorchDispatchMode):
-    """Counts the bytes of all storages that were made under it and are still there."""
+    """Counts the bytes of all storages that were created under it and are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Allocator(TorchDispatchMode):
 
 
 def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
-    """What the engine says of stage 0 after an iteration."""
+    """The share that the engine reports for stage 0 after an iteration."""
     plan = schedule()
     with Allocator() as allocator, pytest.MonkeyPatch.context() as patches:
         allocated = allocator.allocated if counted_by == ALLOCATOR else None

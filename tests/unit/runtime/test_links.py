@@ -1,4 +1,4 @@
-"""How a run ends: what is given back in which order, and that nobody is waited for once something failed."""
+"""How a run ends: what is released in which order, and that no rank waits for another once something has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bpipe.runtime.links import disconnect
 
 
 class Noted:
-    """An engine, or what a run is connected by: notes what it is asked to do."""
+    """An engine or a connection that records the calls it receives."""
 
     ended_well = True
 
@@ -29,7 +29,7 @@ class Noted:
 
 
 def parts(notes: list[str], error: Exception | None = None) -> tuple[Any, list[Any]]:
-    """None is the connection of a rank in no pair."""
+    """Return an engine and connections; None is the connection of a rank in no pair."""
     return Noted("engine", notes), [Noted("first", notes, error), None, Noted("second", notes)]
 
 
@@ -44,7 +44,7 @@ def test_a_run_that_failed_between_iterations_waits_for_nobody() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), TimeoutError("no copy within 5 s")])
 def test_where_the_partner_is_gone_everything_is_dropped_and_the_reason_is_told(error: Exception) -> None:
-    """The run is over and its result is there: it does not fail any more."""
+    """The run is over and has its result, so it must not fail."""
     notes: list[str] = []
     assert disconnect(*parts(notes, error)) == f"{type(error).__name__}: {error}"
     assert notes == ["engine gives back", "first gives back", *DROPPED]

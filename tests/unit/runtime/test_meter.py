@@ -1,4 +1,4 @@
-"""What a rank's meter finds by looking only where something was touched, against looking everywhere each time."""
+"""What a rank's meter counts: micro-batches and bytes, between the halves of a backward and in shards, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.runtime.test_engine import engine_for
 
 
 class Holding(Small):
-    """As Megatron's loop holds things: the input of the last backward while the next forward runs."""
+    """Holds the input of the last backward while the next forward runs, as Megatron's loop does."""
 
     last: Tensors = ()
 
@@ -38,7 +38,7 @@ def run_holding(meter: Meter, plan: Schedule, forward: Layer = stage) -> None:
 
 
 def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
-    """One micro-batch too many was counted if a stage saves only its input."""
+    """One micro-batch too many was counted if a stage saved only its input."""
     plan, meter = schedule(8, 16, "none"), Meter()
     run_holding(meter, plan, lambda weight, received: received @ weight)
     nbytes = inputs_of(0).untyped_storage().nbytes()
@@ -48,7 +48,7 @@ def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
 
 
 def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_left() -> None:
-    """The first half may free most of it: it was taken for one that had left."""
+    """The first half may free most of a micro-batch, which was then taken for an evicted one."""
     meter = Meter()
     tensors = {microbatch: [torch.zeros(30), torch.zeros(10)] for microbatch in range(2)}
     for microbatch, saved in tensors.items():
@@ -115,7 +115,7 @@ def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
 
 
 def test_what_a_shard_holds_counts_from_s_to_t() -> None:
-    """In bytes, while the storages are there, and as no micro-batch; what T has handed on is on its way to others."""
+    """It counts in bytes, not as a micro-batch, while the storages exist; after T they belong to messages."""
     meter, first, second = Meter(), Action(1, Kind.SHARD_FORWARD, 0), Action(1, Kind.SHARD_FORWARD, 1)
     logits, part = torch.zeros(100, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8)
     meter.shard_saved(first, [logits.untyped_storage(), part.untyped_storage()])

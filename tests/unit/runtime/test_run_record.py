@@ -1,4 +1,4 @@
-"""What a run's record says of its device."""
+"""What a run's record says about its device."""
 
 import pytest
 
@@ -11,6 +11,6 @@ from bpipe.runtime.run_record import peak_of
     [("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA H100 80GB HBM3", "h100-80g"), ("NVIDIA H20", "h20-96g")],
 )
 def test_the_peak_of_a_known_device_is_its_tables(name: str, device: str) -> None:
-    """Two devices may have memories of one size."""
+    """Devices are recognised by name: two may have equally large memories."""
     assert peak_of(name, None)[0] == DEVICES[device].peak_flops_per_s
     assert peak_of("cpu", None) == (None, None)

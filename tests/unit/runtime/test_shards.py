@@ -87,7 +87,7 @@ def test_what_a_shard_holds_is_listed_and_gone_after_t(vocabulary: Vocabulary) -
 
 
 class _Rows(torch.nn.Embedding):
-    """Of a table of 12 rows those from 4 on."""
+    """Rows 4 to 7 of a table of 12."""
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         return embedded(self.weight, tokens.flatten(), 4).view(*tokens.shape, -1)

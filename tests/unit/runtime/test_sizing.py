@@ -1,4 +1,4 @@
-"""Room for micro-batches of differing sizes: a reserve at first, then the largest seen (bits: gloo, late)."""
+"""Room for micro-batches of differing sizes: at first with a reserve, then for the largest that was seen."""
 
 from __future__ import annotations
 

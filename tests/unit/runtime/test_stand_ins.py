@@ -1,7 +1,7 @@
-"""Stand-ins with the shape of memory of what is guarded: their own memory stays, the rest moves, and no bit changes.
-Wrong ones, each of which breaks what one of these relies on, are noticed.
+"""Stand-ins for features that manage memory themselves: that memory stays, the rest moves, and no bit changes.
+Stand-ins that break an assumption are noticed.
 
-What stands in here is the shape alone: who allocates, who holds, who writes again. No kernel of the real thing.
+Only the use of memory is imitated: who allocates, who holds, who writes again. No kernel of the real feature runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.unit.runtime.test_engine import Late, LateTransport
 
 CPU = torch.device("cpu")
 ITERATIONS = 2
-# At most so many micro-batches are in flight, and owners have a buffer for each.
+# The most micro-batches in flight; owners have one buffer for each.
 SLOTS = 8
 
 
 class Double(torch.autograd.Function):
-    """Doubles, and saves the very memory that it was given for its input."""
+    """Copies its input into the given memory, and saves that memory for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Double(torch.autograd.Function):
 
 
 class Owner:
-    """Somebody who lends memory to layers, a buffer for each micro-batch in flight."""
+    """Lends memory to layers, one buffer for each micro-batch in flight."""
 
     def __init__(self, make: Callable[[], torch.Tensor], holds: bool = True) -> None:
         self.make, self.holds = make, holds
@@ -69,7 +69,7 @@ def without_an_allocator() -> torch.Tensor:
 def trained(
     layer: Layer, verifier: Verifier | None = None, transport: Any = None
 ) -> tuple[torch.Tensor, Engine | None]:
-    """The gradient after a few iterations, with an engine where there is something to check it."""
+    """The gradient after a few iterations, with an engine if there is a verifier."""
     plan, weight, engine = schedule(), new_weight(), None
     if verifier is not None:
         transfers = TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True)
@@ -82,7 +82,7 @@ def trained(
 
 
 def moves_right(layer_of: Callable[[], Layer]) -> tuple[Engine, Verifier]:
-    """Train a stand-in and the same without anything that moves: not one bit differs."""
+    """Train a stand-in with and without an engine: not one bit differs."""
     verifier = Verifier("rank 0", CPU, math.inf)
     gradient, engine = trained(layer_of(), verifier)
     assert torch.equal(gradient, trained(layer_of())[0])
@@ -100,7 +100,7 @@ def staying(engine: Engine) -> int:
 
 
 def test_a_buffer_that_somebody_holds_stays() -> None:
-    """As a dispatcher's communication buffers: their owner holds them, so they are never found to be alone."""
+    """Like a dispatcher's communication buffers: their owner holds a reference, so they never count as alone."""
     owners = []
 
     def layer() -> Layer:
@@ -113,17 +113,17 @@ def test_a_buffer_that_somebody_holds_stays() -> None:
 
 
 def test_memory_without_an_allocator_stays() -> None:
-    """Userbuffers are made from a pointer: only the graph holds the tensor, but it cannot be freed."""
+    """Userbuffers wrap a pointer: only the graph holds the tensor, but its memory cannot be freed."""
     engine, _ = moves_right(lambda: Owner(without_an_allocator, holds=False).layer)
     assert staying(engine) >= LENT_BYTES
-    # The same memory of torch's own moves.
+    # The same memory from torch's allocator moves.
     own, _ = moves_right(lambda: Owner(empty, holds=False).layer)
     assert staying(own) == staying(engine) - LENT_BYTES
     assert own.moved_bytes[0] == engine.moved_bytes[0] + LENT_BYTES
 
 
 class Offloading:
-    """Hooks of autograd that take what part of a layer saves: a copy, or the tensor itself."""
+    """Autograd hooks that take what a part of a layer saves: a copy, or the tensor itself."""
 
     def __init__(self, copies: bool) -> None:
         self.copies = copies
@@ -151,7 +151,7 @@ class Offloading:
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_what_hooks_keep_elsewhere_stays_and_the_rest_moves(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fine-grained offloading does: nothing that its hooks were given is looked at, which would take it away."""
+    """Like fine-grained offloading: tensors that its hooks packed are not inspected, because that would unpack them."""
     owners: list[Offloading] = []
 
     def layer() -> Layer:
@@ -195,7 +195,7 @@ class Graphed:
 
 
 def test_a_static_pool_stays() -> None:
-    """As CUDA graphs of a part of each layer: what the rest of the layer makes moves."""
+    """Like CUDA graphs of a part of each layer: what the rest of the layer saves moves."""
     pools = []
 
     def layer() -> Layer:
@@ -234,7 +234,7 @@ class Quantized(torch.autograd.Function):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
     def layer_of() -> Layer:
-        # Made once, and saved by every micro-batch: the module's.
+        # Made once and saved by every micro-batch, so it belongs to the module.
         cached = new_weight().detach().half()
         return lambda weight, x: stage(weight, Quantized.apply(x, weight, cached, bits))  # type: ignore[no-untyped-call]
 
@@ -246,7 +246,7 @@ def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
 
 
 class Reaching(LateTransport):
-    """Does what an owner or a link would do wrong, once, at the second transfer of its kind."""
+    """Makes one mistake of an owner or a link, at the second transfer of its kind."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Reaching(LateTransport):
 
 
 def _twins(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """The first two of one size."""
+    """The positions of the first two tensors of equal size."""
     sizes = [tensor.numel() for tensor in tensors]
     first = next(number for number, size in enumerate(sizes) if sizes.count(size) > 1)
     return first, sizes.index(sizes[first], first + 1)
@@ -315,7 +315,7 @@ def test_a_wrong_hypothesis_is_noticed_before_weights_are_updated(wrong: str) ->
 
 
 def test_memory_of_two_micro_batches_is_nobodys_alone() -> None:
-    """An owner lends one buffer twice and holds no tensor of it: a count alone would let it leave."""
+    """An owner lends one buffer several times and drops it: a reference count alone would allow its eviction."""
 
     def layer_of() -> Layer:
         shared: list[torch.Tensor] = []

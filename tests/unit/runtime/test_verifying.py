@@ -1,4 +1,4 @@
-"""Checksums notice what they must, and name it; what is as it was is certified."""
+"""Checksums notice changed data and say where it is; unchanged data is certified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.runtime.loop import gradient, schedule
 from tests.unit.runtime.test_engine import LateTransport
 
 CPU = torch.device("cpu")
-# Two chunks and a bit, whose last word is not whole.
+# Small chunks: 133 bytes are two of them and a rest, whose last word is not whole.
 SMALL = Checksums(CPU, chunk_bytes=64)
 
 
@@ -66,7 +66,7 @@ def test_what_came_back_is_certified_and_nothing_changes(synchronous: bool, diff
     actual = gradient(engine(LateTransport(), verifier, synchronous=synchronous, differing=differing), plan, 3)
     assert torch.equal(actual, gradient(None, plan, 3))
     certificate = verifier.certificate
-    # Stage 0 of 4 has 8 micro-batches of which 3 leave; two of three iterations are checked.
+    # Stage 0 of 4 evicts 3 of its 8 micro-batches; two of three iterations are checked.
     assert (certificate.iterations, certificate.microbatches) == (2, 6)
     assert certificate.storages % 6 == 0
     assert certificate.nbytes > 10_000
@@ -84,8 +84,8 @@ def test_a_rank_that_moves_nothing_is_certified_of_nothing() -> None:
 
 @pytest.mark.parametrize(("iterations", "told_after"), [(1, [0]), (2, [1]), (math.inf, [1])])
 def test_what_was_checked_is_told_once(iterations: float, told_after: list[int]) -> None:
-    verifier, told_in = Verifier("rank 0", CPU, iterations), []
+    verifier, reports = Verifier("rank 0", CPU, iterations), []
     for number in range(4):
         verifier.end()
-        told_in += [number] * verifier.first_over
-    assert told_in == told_after
+        reports += [number] * verifier.first_over
+    assert reports == told_after

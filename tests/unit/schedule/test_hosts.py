@@ -1,4 +1,4 @@
-"""Hosts are data: pairs, a pool, a rank's own host memory. Each is checked, lowered, simulated, written and read."""
+"""Hosts may be pairs, a pool, or a rank's own host memory. Each is checked, simulated, written and read."""
 
 from dataclasses import replace
 from itertools import product

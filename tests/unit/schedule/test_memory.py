@@ -181,7 +181,7 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
 
 
 def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
-    """Try every set of rank 0's micro-batches, smallest first; each is away as long as it can be."""
+    """Try every set of rank 0's micro-batches, smallest first; each is evicted as long as possible."""
     slots = {kind: {} for kind in (FORWARD, INPUT)}
     for slot, cell in enumerate(schedule.ranks[0]):
         if cell.compute is not None and cell.compute.kind is not WEIGHT:
@@ -203,7 +203,7 @@ def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
 @pytest.mark.parametrize(("halves", "after"), [(0.0, 2), *((0.8, after) for after in range(4))])
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, halves: float, after: int) -> None:
-    """W may need less or more than F saved; what can leave always has the same size."""
+    """W may need less or more than F saved; what can be evicted always has the same size."""
     schedule, memory = random_schedule(seed, halves), memory_of([2, 2], [2, 2], [after, after])
     for bound in range(2, max(slow_curve(schedule, 0, memory))):
         expected = fewest(schedule, bound, memory)

@@ -56,11 +56,11 @@ PLAN = with_a_late_return(schedule(STAGES, MICROBATCHES))
 
 
 class Told(LateTransport):
-    """Says when the acceptor's ends start."""
+    """Logs when the acceptor's RETURNs start."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
-        # What the partner would have said of its storages.
+        # The sizes that the partner would have announced.
         self.sizes = {0: (64,)}
         self._log = log
 
@@ -96,7 +96,7 @@ def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
 
 
 def wrapped(driver: Driver, loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop in the place of Megatron's 1F1B."""
+    """A loop that takes the place of Megatron's 1F1B."""
     return Hooks(driver, STAGES).wraps()[patches.ONE_F_ONE_B](loop)
 
 
@@ -149,7 +149,7 @@ def check_a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_ba
 
 
 def check_a_run_that_would_deadlock_is_refused() -> None:
-    """test_waiting.py says which; here that the driver asks, once it knows the links."""
+    """test_waiting.py tests which runs do; here, that the driver checks for it once it knows the links."""
     config = SchedulingConfig(
         num_ranks=10, num_chunks=2, balance=BalanceConfig(), transfers=TransferConfig(synchronous=True)
     )
@@ -167,7 +167,7 @@ def check_a_run_that_would_deadlock_is_refused() -> None:
 
 
 def check_a_loop_of_ones_own_drives_the_same_iteration() -> None:
-    """It names its operations itself, and makes an engine's calls on the driver."""
+    """Such a loop names its operations itself, and calls the driver as it would call an engine."""
     log: list[str] = []
     with driver_of(5, Told(log)) as driver:
         assert not driver.running
@@ -192,7 +192,7 @@ def check_all_programs_share_their_streams() -> None:
 
 
 def check_a_graph_is_dropped_when_its_iteration_changes_and_when_it_is_of_another_training() -> None:
-    """Replayed, it would read memory that the earlier training has given back, or train on a part of the batch."""
+    """A replay would read memory that the earlier training has released, or train on a part of the batch."""
     dropped: list[str] = []
     wrapper: Any = SimpleNamespace(reset_cuda_graph=dropped.append)
     recapture = Recapture(SimpleNamespace(balance=None))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Backwards of Megatron's own layers, whole and in halves: the same in every bit."""
+"""Backwards of Megatron's own layers, whole and in halves, compute the same in every bit."""
 
 import weakref
 from collections import Counter
@@ -66,7 +66,7 @@ class Layers(torch.nn.Module):
 
 
 class Thrice(torch.nn.Module):
-    """One weight that three layers share, in front of each other: with two its sum would have no order."""
+    """One weight that three consecutive layers share: the sum of only two gradients would not depend on their order."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ Engines.__module__ = "transformer_engine.pytorch.pretended"
 
 
 class Mixed(Thrice):
-    """Layers of Megatron's and of Transformer Engine's in one stage."""
+    """Megatron's and Transformer Engine's layers in one stage."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -134,14 +134,14 @@ class Mixed(Thrice):
 
 
 class Besides(Thrice):
-    """The weight of a linear layer, and a penalty on it."""
+    """Uses the weight of a linear layer in a penalty, too."""
 
     def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
         return super().forward(received, microbatch) + self.linear.weight.square().sum()
 
 
 class Frozen(Thrice):
-    """What a linear layer receives needs no gradient, so it has no backward for inputs at all."""
+    """The linear layer's input needs no gradient, so it has no backward for inputs at all."""
 
     def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
         return self.linear(received.detach())[0] + received
@@ -149,7 +149,7 @@ class Frozen(Thrice):
 
 @dataclass(frozen=True)
 class Case:
-    """A stage of its own kind. `wrapped`: reduced over the ranks that have the same data, of which there is one."""
+    """A kind of stage and its settings. `wrapped`: its gradients are reduced over data-parallel ranks, here one."""
 
     kind: Callable[..., torch.nn.Module] = Layers
     settings: tuple[tuple[str, Any], ...] = ()
@@ -216,7 +216,7 @@ CASES = {
 
 
 class Stage:
-    """Runs passes of a stage as the pipelined loop does; the other stages are numbers drawn by the micro-batch."""
+    """Runs passes of a stage as the pipelined loop does; random numbers by micro-batch replace the other stages."""
 
     def __init__(self, model: torch.nn.Module, halves: Halves | None = None) -> None:
         self.model, self.halves = model, halves
@@ -239,7 +239,7 @@ class Stage:
         self.sent[microbatch] = received.grad
 
     def run(self, order: str) -> None:
-        """Passes by their names, of stage 0; a B is a backward that is not split."""
+        """Run passes of stage 0 by their names; a B is a backward that is not split."""
         assert self.halves is not None
         for name in order.split():
             key = 0, int(name[1:])
@@ -261,7 +261,7 @@ def installed(halves: Halves) -> Iterator[None]:
 
 
 def gradients(stage: Stage) -> dict[str, torch.Tensor | None]:
-    """What the weights have, and what went to the stage before."""
+    """The gradients of the weights, and those sent to the previous stage."""
     result = {
         name: getattr(parameter, "main_grad", parameter.grad) for name, parameter in stage.model.named_parameters()
     }
@@ -269,7 +269,7 @@ def gradients(stage: Stage) -> dict[str, torch.Tensor | None]:
 
 
 def whole(of: Case, order: str) -> Stage:
-    """Megatron as it is, the forwards and backwards in this order."""
+    """Run stock Megatron's forwards and backwards in this order."""
     stage = Stage(of.make())
     for name in order.split():
         if name[0] == "F":
@@ -331,7 +331,7 @@ def check_a_whole_backward_between_split_ones_stays_whole() -> None:
 
 
 def told(of: Case, run: Callable[[Case, str], Stage], order: str) -> Counter[str]:
-    """How often each parameter was said to be ready."""
+    """How often each parameter was reported as ready."""
     counts: Counter[str] = Counter()
     names: dict[int, str] = {}
 
@@ -369,7 +369,7 @@ def check_only_what_linear_layers_need_is_left_between() -> None:
         stage.run("F0 F1")
         received = weakref.ref(stage.held[0][0])
         stage.run("I0")
-        # Passed on to the stage before.
+        # As if passed on to the previous stage.
         stage.sent.clear()
         assert sum(storage.nbytes() for storage in halves.storages((0, 0))) == 16 * LENGTH * BATCH * HIDDEN * 4
         assert received() is None, "what was received is held although no linear layer computed on it"
@@ -492,7 +492,7 @@ def check_transformer_engine_is_asked_to_delay_where_it_can() -> None:
 
 
 def check_a_layer_that_is_given_something_unknown_is_whole_at_once() -> None:
-    """A later Megatron may give a linear layer what has a part in the weight's gradient, too."""
+    """A later Megatron may pass a linear layer an argument that affects the weight's gradient, too."""
 
     def later(input, weight, bias, output_dtype=None):  # type: ignore[no-untyped-def]
         return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(

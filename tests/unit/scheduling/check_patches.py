@@ -46,7 +46,7 @@ def functions() -> list[object]:
 
 
 def check_a_class_gets_back_what_it_had() -> None:
-    """A static method is called through its class, and one of an instance would be handed that."""
+    """A plain function in the place of a static method would be handed the instance."""
     kind = layers.LinearWithGradAccumulationAndAsyncCommunication
     before = inspect.getattr_static(kind, "backward")
     installed = patches.install({patches.LINEAR_BACKWARD: lambda backward: lambda *arguments: arguments})
@@ -119,14 +119,14 @@ def check_the_megatron_that_runs_is_named_once() -> None:
 
 
 def check_what_is_only_observed_may_have_other_parameters() -> None:
-    """0.18 calls the trainer's functions with fewer parameters, none of which is read."""
+    """0.18 calls the trainer's functions with fewer parameters, but we read none of them."""
     fewer = replace(patches.BACKWARD_STEP, parameters=("config",), observes=True)
     assert patches.differences(fewer) == []
     assert "missing parameters grad" in patches.differences(replace(fewer, parameters=("config", "grad")))[0]
 
 
 def check_further_parameters_need_defaults() -> None:
-    """Megatron's main adds some, each with a default, and every call of ours leaves them out."""
+    """Megatron's main adds some, each with a default, and our own calls leave them out."""
 
     def later(input_tensor, output_tensor, output_tensor_grad, config, scale=None): ...  # type: ignore[no-untyped-def]
 
@@ -140,7 +140,7 @@ def check_further_parameters_need_defaults() -> None:
 
 
 def check_a_further_parameter_is_handed_on_or_has_its_default() -> None:
-    """A wrapper of a fixed signature must not ignore a parameter that it does not know."""
+    """A wrapper with a fixed signature must not ignore a parameter that it does not know."""
 
     def later(input_tensor: str, output_tensor: str, output_tensor_grad: str, config: str, scale: int = 1) -> str:
         return f"{input_tensor} {config} {scale}"
@@ -165,7 +165,7 @@ def check_a_further_parameter_is_handed_on_or_has_its_default() -> None:
 
 
 def check_a_roll_may_be_asked_for_no_sum() -> None:
-    """Megatron's main of 2026-08-22 has `return_sum`: slices ended there as unfit."""
+    """Megatron's main of 2026-08-22 has `return_sum`, with which slices were refused as unfit."""
 
     def roll_tensor(
         tensor: str,
@@ -195,7 +195,7 @@ def check_a_script_that_imported_a_name_asks_the_replacement() -> None:
     assert script.is_pipeline_last_stage is parallel_state.is_pipeline_last_stage is own
 
 
-# What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
+# Parts of the names of flags that may affect the pipeline, or what a forward saves for its backward.
 NEAR = re.compile(
     "pipeline|virtual|micro-?batch|(global|rampup|^-)-batch-size|step-batch|activation|recompute|offload|p2p|overlap|(context|tensor|sequence)-.*parallel|cuda-graph|fsdp"
     "|fp8|fp4|expert|moe|wgrad|dgrad|mtp|packing|inprocess|rerun|fake|perform-rl|sft|yaml|shards|ring-exchange|latent-attention|cp-comm"
@@ -203,7 +203,7 @@ NEAR = re.compile(
 )
 
 
-# Flags that sound as if they touched the pipeline or its activations, and do not, or not by themselves.
+# Flags that sound as if they affected the pipeline or its activations, but do not, or not by themselves.
 HARMLESS = {
     "an iteration is planned for each number of micro-batches": (
         "--micro-batch-size --global-batch-size --decrease-batch-size-if-needed --train-samples"
@@ -242,14 +242,14 @@ HARMLESS = {
 
 
 def check_every_flag_near_the_pipeline_is_in_a_table() -> None:
-    """A flag that a new Megatron brings is read before it is taken for harmless."""
+    """A flag that a new Megatron adds must be reviewed before it is taken for harmless."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     cells = [
         *(cell for row in table("By Megatron's loops") for cell in row[1:2]),
         *(row[2] for row in table("What is refused")),
     ]
-    # Ours in remedies are not Megatron's.
+    # Our own flags, which remedies name, are not Megatron's.
     patterns = [flag for cell in cells for flag in re.findall(r"`(--(?!bpipe-)[^ `]+)", cell)] + " ".join(
         HARMLESS.values()
     ).split()
@@ -267,10 +267,10 @@ def check_every_flag_near_the_pipeline_is_in_a_table() -> None:
 
 
 def check_the_tested_version_lacks_no_setting() -> None:
-    """A setting that a new Megatron calls otherwise would never be refused again."""
+    """A setting that a new Megatron renames would never be refused again."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    # Made of flags when the arguments are validated.
+    # Derived from flags when the arguments are validated.
     fields = dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1)
     arguments = argparse.Namespace(**{**vars(parser.parse_args([])), **fields})
     configuration = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)

@@ -1,4 +1,4 @@
-"""What a placement of our own changes in Megatron's answers; process groups are pairs of numbers here."""
+"""What a placement of our own changes in Megatron's answers; a process group is only a rank and a size here."""
 
 import contextlib
 import functools
@@ -45,19 +45,19 @@ def rounds(*ways: int) -> Layout:
 
 
 V, WAVE, LOOPS = rounds(1, -1), rounds(1, -1, 1), rounds(1, 1)
-# Two pipes: to Megatron 4 ranks of two virtual stages.
+# Two pipes: for Megatron, 4 ranks with two virtual stages each.
 BOTH = Layout((tuple(range(8)), tuple(range(8))[::-1]))
 
 
 class Ranks:
-    """A process group, as far as it is asked who is in it."""
+    """A process group that has only a rank and a size."""
 
     def __init__(self, rank: int, size: int = RANKS) -> None:
         self.rank, self.size = lambda: rank, lambda: size
 
 
 class Chunk(torch.nn.Module):
-    """A part of a model, and as what it was built."""
+    """A part of a model that records how it was built."""
 
     def __init__(self, pre_process: bool, post_process: bool, shared: bool = True, **built: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def of_rank(layout: Layout, rank: int) -> Iterator[SimpleNamespace]:
 
 
 def built(layout: Layout, rank: int, settings: TransformerConfig) -> list[Chunk]:
-    """The chunks of one rank, by Megatron's own function, with the layers that Megatron counts for each."""
+    """The chunks of one rank, built by Megatron's own function with the layers that Megatron counts for each."""
 
     def build(groups: Any, pre_process: bool, post_process: bool, vp_stage: int) -> Chunk:
         seen = groups.pp.rank()
@@ -108,7 +108,7 @@ def built(layout: Layout, rank: int, settings: TransformerConfig) -> list[Chunk]
     with of_rank(layout, rank) as of:
         chunks = dist_utils.build_virtual_pipeline_stages(build, of, layout.num_stages // RANKS)
         assert parallel_state.get_pipeline_model_parallel_rank() == rank, "outside of a build it is the rank again"
-    # What counts with a view inside communicates with the others all the same.
+    # Although it was built with a view of the groups, a chunk communicates through the real ones.
     assert all(chunk.pg_collection is of for chunk in chunks)
     return chunks
 
@@ -157,7 +157,7 @@ def check_every_stage_is_built_as_what_it_is() -> None:
 
 
 def check_a_scripts_own_model_is_built_so_too() -> None:
-    """`get_model` calls the script's function with names only, and with some that are not ours."""
+    """`get_model` calls the script's function with keywords only, some of which are not ours."""
 
     def get_model(provider: Callable[..., Chunk], **keywords: Any) -> list[Chunk]:
         return [provider(pre_process=True, post_process=True, vp_stage=chunk, **keywords) for chunk in range(2)]
@@ -174,7 +174,7 @@ def check_a_scripts_own_model_is_built_so_too() -> None:
 
 
 def check_a_model_that_nobody_placed_is_refused() -> None:
-    """One that a loop of one's own builds by itself would have its layers in another order, and say nothing."""
+    """A model that the user's own loop builds by itself would silently have its layers in another order."""
     chunks = built(V, 3, config(V))
     wrapped = [SimpleNamespace(module=SimpleNamespace(module=chunk)) for chunk in chunks]
     for models in (chunks, wrapped):
@@ -193,15 +193,14 @@ def check_nothing_can_be_sent_in_a_view() -> None:
 
 def check_megatrons_own_placement_is_left_alone() -> None:
     assert wraps_of(Positions.of(LOOPS)) == {}
-    # With the first stage and the last on different ranks, embeddings, data and checkpoints are where Megatron has
-    # them.
+    # If the first and last stages are on different ranks, embeddings, data and checkpoints are where Megatron has them.
     of_a_wave = wraps_of(Positions.of(WAVE))
     assert patches.BUILD_CHUNKS in of_a_wave
     assert not {patches.EMBEDDING_RANKS, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(of_a_wave)
 
 
 def check_the_last_rank_has_the_first_stages_data() -> None:
-    """And the first one, of the world, writes its indices; of packed rows all have them."""
+    """The first rank also builds the data, to write its indices, and keeps its iterators only with packed rows."""
     asked: list[bool] = []
 
     def is_first() -> list[bool]:
@@ -239,7 +238,7 @@ def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
 
     def compute(*arguments: Any, vp_stage: int | None, **_: Any) -> None:
         step(vp_stage)
-        # The loss is computed inside of a step, and behind it where shards are.
+        # The loss is computed inside a step, or after it with shards.
         schedules.forward_step_calc_loss(*["given"] * 4, vp_stage, *["given"] * 3)
 
     def calculate_loss(*arguments: Any) -> None:
@@ -264,7 +263,7 @@ def check_a_chunk_that_computes_is_first_or_last_itself() -> None:
 
 
 def check_two_pipes_read_each_their_samples() -> None:
-    """The last of an odd number of chunks serves the other's pipe, and so reads what the other half's first does."""
+    """The last of an odd number of chunks belongs to the other pipe, and reads what the other half's first one does."""
 
     def build(build_train_valid_test_datasets_provider: Any) -> Any:
         return parallel_state.get_data_parallel_rank()
@@ -316,7 +315,7 @@ def check_one_rank_has_both_embeddings() -> None:
 
 
 def check_it_takes_the_place_of_what_megatron_would_choose() -> None:
-    """Upstream's pretrain_gpt.py gives the ranks of the first stage and of the last: no V could be trained by it."""
+    """Upstream's pretrain_gpt.py passes the ranks of the first and last stages, so it could not train any V."""
     assert chosen(get_embedding_ranks=first_and_last) == {"get_embedding_ranks": [14]}
     assert chosen(get_embedding_ranks=lambda ranks: ranks[-1:]) == {"get_embedding_ranks": [14]}, (
         "a script that was written for a V"
@@ -339,7 +338,7 @@ def check_another_choice_than_megatrons_is_refused_with_the_difference() -> None
 
 
 def check_a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
-    """Upstream's script leaves out the last stage if no weight is tied; a tied one would diverge in stock."""
+    """Upstream's script leaves out the last stage if no weight is tied; a tied one would diverge even in stock."""
 
     def initialize(get_embedding_ranks: Any, get_position_embedding_ranks: Any = None) -> None:
         assert get_embedding_ranks(PIPELINE) == [14]
@@ -415,7 +414,7 @@ def check_a_copy_is_saved_once_and_loaded_apart() -> None:
 
 
 def check_state_after_a_padded_bucket_is_saved_as_its_own() -> None:
-    """Of three parameters in two buckets, the first of which is padded from 5 to 8."""
+    """Three parameters are in two buckets, the first of which is padded from 5 to 8."""
     buckets = [SimpleNamespace(numel_unpadded=5), SimpleNamespace(numel_unpadded=3)]
     buffer = SimpleNamespace(
         buckets=buckets,
@@ -429,7 +428,7 @@ def check_state_after_a_padded_bucket_is_saved_as_its_own() -> None:
 
 
 def check_a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> None:
-    """As 0.20's function reads it: every run ended there with an AttributeError, with --bpipe and without."""
+    """0.20's function reads `grad_data`: every run ended there with an AttributeError, even without --bpipe."""
 
     def newer(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
         return self.buffers[0].buckets[0].grad_data.numel()

@@ -21,7 +21,7 @@ STAGES = {"first": (True, False), "middle": (False, False), "last": (False, True
 
 
 class Stage:
-    """Its passes as the pipelined loop runs them; the other stages are numbers drawn by the micro-batch."""
+    """Runs its passes as the pipelined loop does; random numbers by micro-batch replace the other stages."""
 
     def __init__(self, is_first: bool, is_last: bool, dropout: float) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -44,11 +44,11 @@ class Stage:
             self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
         )
         self.under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        # What a step leaves, and what goes to the neighbours.
+        # Outputs and the gradients of inputs, in the order of the passes.
         self.sent: list[torch.Tensor] = []
 
     def iteration(self, number: int) -> None:
-        """Gradients are added up over its micro-batches, and the weights change after it."""
+        """Add up the gradients of all micro-batches, then update the weights."""
         self.model.zero_grad_buffer()
         for name in ORDER.split():
             (self.forward if name[0] == "F" else self.backward)(10 * number + int(name[1:]))
@@ -81,7 +81,7 @@ class Stage:
             self.sent.append(received.grad.clone())
 
     def left(self) -> dict[str, torch.Tensor]:
-        """All that its iterations leave, copied."""
+        """Copies of everything that the iterations leave."""
         tensors = {f"sent {place}": sent for place, sent in enumerate(self.sent)}
         for name, parameter in self.model.named_parameters():
             tensors |= {name: parameter.detach().clone(), f"{name}.main_grad": parameter.main_grad.clone()}
@@ -94,7 +94,7 @@ class Stage:
 
 
 def trained(kind: tuple[bool, bool], dropout: float, session: terra.Session | None) -> list[dict[str, torch.Tensor]]:
-    """What there is after each iteration."""
+    """The state after each iteration."""
     stage, states = Stage(*kind, dropout), []
     for number in range(ITERATIONS):
         with session or contextlib.nullcontext():

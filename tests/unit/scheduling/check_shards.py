@@ -1,4 +1,4 @@
-"""The output layer of a real Megatron model as one shard: Megatron's results but for the order of sums."""
+"""The output layer of a real Megatron model as one shard: Megatron's results, except for the order of sums."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -58,7 +58,7 @@ def mean(losses: torch.Tensor) -> Any:
 
 
 def summed(losses: torch.Tensor) -> Any:
-    """With a number of tokens, of which some do not count."""
+    """A loss that reports the number of tokens, some of which are masked."""
     counted = torch.arange(losses.numel()).view_as(losses) % 3 > 0
     return (losses * counted).sum(), counted.sum().int(), {"lm loss": losses.sum().detach()}
 
@@ -94,7 +94,7 @@ def action(kind: Kind, microbatch: int) -> Action:
 
 
 def whole(loss: Loss, **settings: Any) -> tuple[GPTModel, Call]:
-    """Megatron's own."""
+    """Train with Megatron's own output layer."""
     inner = model(**settings)
     call, stages = called(inner, loss), ChunkStages(RankPart({0: 0}, 0, set(), Halves()))
     stages.begin(call)
@@ -113,7 +113,7 @@ def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
         stages.let_go(output)
         (own,) = stages.shard.forward(action(Kind.SHARD_FORWARD, microbatch), sent)
         if isinstance(stages.shard, EarlyShard) and not call.forward_only:
-            # Before T or behind it, as a thread pleases.
+            # A thread may run this before or after T.
             parts = stages.shard.late(microbatch, (own[None],))
             stages.shard.backward(action(Kind.SHARD_BACKWARD, microbatch), (own[None],))
         else:
@@ -169,7 +169,7 @@ def check_splitting_changes_no_weight_and_draws_nothing() -> None:
 
 
 def check_logits_are_computed_through_the_module() -> None:
-    """Its hooks gather its weight if the distributed optimizer overlaps that; without them it would be stale."""
+    """Its hooks gather its weight if the distributed optimizer overlaps that; otherwise the weight would be stale."""
     inner = model()
     split(inner, inner)
     called_for: list[torch.Size] = []
@@ -232,7 +232,7 @@ def check_what_shards_cannot_compute_is_refused() -> None:
 
 
 def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
-    """By the first rank all of it, and by every rank the rows that it has a copy of."""
+    """The first rank files all of it, and every rank the rows that it has a copy of."""
     rows, whole = Rows(12, 1, 3), torch.arange(24.0).view(12, 2)
     key = "embedding.word_embeddings.weight"
 
@@ -264,7 +264,7 @@ def check_a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert {piece.replica_id for piece in pieces} == {(0, 0, 2)}
     assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
     assert torch.equal(copy.data, pieces[1].data)
-    # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
+    # The rank's own rows are saved by the embedding only: a fully parallel save would write both.
     whole_and_part = {"embedding": entry, "output": output_shards.tied_entry(weight, 1, rows, "output_layer.", 0)}
     saved = first_replicas(whole_and_part)
     assert saved["embedding"] is entry

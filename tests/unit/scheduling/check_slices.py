@@ -1,4 +1,4 @@
-"""Megatron's GPT whole and in slices: losses and gradients are equal to rounding (16 bits: tests/gloo)."""
+"""Megatron's GPT, whole and in slices: losses and gradients are equal up to rounding (16 bits: tests/gloo)."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from megatron.scheduling.slices import attention, cuts, stages
 from megatron.scheduling.slices.stages import Slicing, attention_share, bounds_of
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
-# What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
+# The tolerances of the loss, and of any parameter's gradient relative to its largest value.
 NEAR = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 2e-6)}
 
 Row = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a model beside the usual ones: of its configuration, and `model` of the GPT itself."""
+    """Settings of a model besides the usual ones: of its configuration, and `model` of the GPT itself."""
 
     config: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Case:
 
 
 class _Latent(DotProductAttention):
-    """Megatron's own core attention, for latent attention: that says how wide keys and values are, and its own takes
-    neither. It divides its output by `kv_channels`, which are a value's here."""
+    """Megatron's own core attention, for latent attention, which passes the widths of keys and values that the parent
+    class does not accept. It divides its output by `kv_channels`, here the width of a value."""
 
     def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **others: Any) -> None:
         super().__init__(**others)
@@ -175,7 +175,7 @@ WAYS = {
     "short": even_bounds(LENGTH - 1, 4),
 }
 
-# Of every case: what is near is sharpest in 64 bits.
+# For every case; the tolerance is tightest in 64 bits.
 FEW_WAYS = {torch.float64: ("uneven", "short"), torch.float32: ("4",)}
 
 
@@ -221,13 +221,13 @@ def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
     if case.further:
         about["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     model = GPTModel(config, layer, VOCABULARY, LENGTH, share_embeddings_and_output_weights=False, **about)
-    # Megatron's computes in 32 bits.
+    # Megatron's own loss computes in 32 bits.
     model.compute_language_model_loss = _cross_entropy
     return model.to(dtype).train()
 
 
 def _cross_entropy(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """By token, (batch, sequence), of (sequence, batch, vocabulary); in the logits' own precision, or 32 bits."""
+    """Losses by token (batch, sequence) of logits (sequence, batch, vocabulary), in 64 bits if they are, or in 32."""
     logits = logits.transpose(0, 1)
     wide = logits if logits.dtype is torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
@@ -254,7 +254,7 @@ def rows_of(length: int, documents: bool) -> list[Row]:
 
 
 def losses_of(model: GPTModel, row: Row) -> torch.Tensor:
-    """By token."""
+    """The loss of every token."""
     losses: torch.Tensor = model(
         row["tokens"],
         row["position_ids"],
@@ -266,7 +266,7 @@ def losses_of(model: GPTModel, row: Row) -> torch.Tensor:
 
 
 def part_of(losses: torch.Tensor, row: Row) -> torch.Tensor:
-    """What a script makes of losses by token: their mean over the micro-batch's tokens, of two micro-batches."""
+    """What a script returns: the mean loss of the micro-batch's tokens, divided by two for two micro-batches."""
     mask = row["loss_mask"].to(losses.dtype)
     return (losses * mask).sum() / mask.sum() / 2
 
@@ -285,7 +285,7 @@ def in_slices(
     rows: Sequence[Row],
     slicing: Slicing,
 ) -> float:
-    """All forwards of a micro-batch, then its backwards reversed, with two micro-batches in flight."""
+    """Run all forwards of a micro-batch, then its backwards in reverse, with two micro-batches in flight."""
     cutting_of, total = slicing.cutting, 0.0
     number = cutting_of.slices
     reversed_order = tuple(reversed(range(number)))
@@ -332,7 +332,7 @@ def sliced(bounds: Sequence[int]) -> Iterator[Slicing]:
 
 
 def apart(actual: Gradients, expected: Gradients) -> float:
-    """The worst of all parameters."""
+    """The largest relative difference of all parameters."""
     assert actual.keys() == expected.keys()
     return max(
         float((actual[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30))
@@ -347,7 +347,7 @@ def forget_logged_losses() -> None:
 
 
 def differences(case: Case, dtype: torch.dtype, names: Iterable[str]) -> Iterator[tuple[str, float, float]]:
-    """By way, how far slices are from the whole, relatively: the loss, and the worst of any parameter's gradient."""
+    """For each way to cut, the relative difference of the loss, and the largest of any parameter's gradient."""
     model = model_of(case, dtype)
     for length, ways in itertools.groupby(names, lambda way: WAYS[way][-1]):
         rows = rows_of(length, case.documents)
@@ -371,7 +371,7 @@ def check_slices_make_the_whole() -> None:
 
 
 def check_logged_losses_of_experts_add_up() -> None:
-    """What Megatron logs of routers, by layer, over two micro-batches."""
+    """What Megatron logs about routers, by layer, over two micro-batches."""
     case = Case({**CASES["experts, both balancing losses"].config, "moe_z_loss_coeff": 1e-2})
     model, rows = model_of(case, torch.float64), rows_of(LENGTH, False)
     forget_logged_losses()
@@ -406,7 +406,7 @@ def check_logged_losses_of_further_tokens_add_up() -> None:
 
 
 def check_further_tokens_of_what_was_not_cut_are_refused() -> None:
-    """A script that gives its model a copy of the labels would have no tokens behind the slice's end."""
+    """A script that gives its model a copy of the labels would have no tokens after the slice's end."""
     model, (row, _) = model_of(CASES["a further token"], torch.float32), rows_of(LENGTH, False)
     with sliced(even_bounds(LENGTH, 2)) as slicing:
         for name in ("tokens", "labels", "loss_mask"):
@@ -418,8 +418,8 @@ def check_further_tokens_of_what_was_not_cut_are_refused() -> None:
 
 
 def check_kept_keys_take_what_is_predicted() -> None:
-    """All keys and values of three layers, from a micro-batch's first forward to its first slice's backward; their
-    gradients beside them once its backwards run. In 64 bits gradients have as many bytes."""
+    """All keys and values of three layers, from a micro-batch's first forward to its first slice's backward, and once
+    its backwards run also their gradients, which have as many bytes in 64 bits."""
     model, (row, _) = model_of(USUAL, torch.float64), rows_of(LENGTH, False)
     both = 3 * 2 * LENGTH * ROWS * 2 * 8 * 8
     with sliced(even_bounds(LENGTH, 3)) as slicing:
@@ -489,7 +489,7 @@ def check_lengths_are_whole_units() -> None:
 
 
 class _Alone(torch.nn.Module):
-    """A core attention of a script's own, which sees what it is given."""
+    """A script's own core attention, which sees only its own slice."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -520,7 +520,7 @@ def check_layers_that_see_their_own_slice_alone_are_refused() -> None:
 
 
 def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
-    """A stand-in that notes what it is given: Transformer Engine is not here."""
+    """A stand-in for Transformer Engine, which is not installed, records its arguments."""
     calls: list[tuple[str, int]] = []
 
     def stand_in(_: Any, query: Any, key: Any, value: Any, mask: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -539,7 +539,7 @@ def check_transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> Non
     run(layer, own, own, own, None, AttnMaskType.no_mask)
     with of_cutting.at(1):
         run(layer, own, own, own, None, AttnMaskType.causal)
-    # Once it is asked for a mask of known answer.
+    # The first time, it is also tested on a mask whose answer is known.
     behind = ("causal_bottom_right", 96)
     assert calls[:4] == [("causal", 48), behind, behind, ("no_mask", 48)], calls
     assert len(calls) == 5, calls
@@ -557,8 +557,8 @@ def _attended(query: Any, key: Any, value: Any, first: int | None = None) -> Any
 
 
 def check_an_engine_that_masks_otherwise_ends_the_run() -> None:
-    """From the top left, without a mask, or off by one in either direction: in 16 bits too, with groups of heads, and
-    where values are wider than keys. It leaves training as it is."""
+    """A mask from the top left, none, or one that is off by one is noticed: also in 16 bits, with groups of heads, and
+    with values wider than keys. The check leaves the layer in training mode."""
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (
             torch.randn(tokens, 2, heads, width).to(dtype)
@@ -582,7 +582,7 @@ def check_an_engine_that_masks_otherwise_ends_the_run() -> None:
 
 
 def check_lengths_of_equal_work_take_as_long() -> None:
-    """By FLOPs of a forward and a backward, between bounds that are rounded to tokens."""
+    """Measured in FLOPs of a forward and a backward, with bounds rounded to tokens."""
     config = model_of(USUAL, torch.float32).config
     for length, number in ((4096, 4), (131072, 8)):
         share = attention_share(length, config)
@@ -594,7 +594,7 @@ def check_lengths_of_equal_work_take_as_long() -> None:
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] > 1.5 * lengths[-1]
         assert all(bound % 64 == 0 for bound in bounds_of(WORK, length, number, 64, config))
-    # 8 channels of 8 heads, and 2 of keys; an MLP of 128 with a gate.
+    # 8 heads of 8 channels, 2 of them with keys; an MLP of 128 with a gate.
     assert attention_share(96, config) == 64 * 96 / (64 * (2 * 64 + 2 * 16) + 3 * 64 * 128 + 64 * 96)
     assert bounds_of(WORK, 4, 4, 1, config) == (0, 1, 2, 3, 4), "each has a token"
 

@@ -1,4 +1,4 @@
-"""Budgets before training: the command's own prediction and plan, what is refused, and when a plan changes over."""
+"""Budgets before training: the command's own prediction and plan, what is refused, and when a plan is changed."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,7 @@ from bpipe.simulate.engine import simulate
 from megatron.scheduling.options.schedule_choice import requested
 from tests.unit.scheduling.test_choosing import args, own_schedule
 
-# What `args` stand for.
+# The command line of `args`.
 WORDS = [
     *("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --transformer-impl local").split(),
     *(
@@ -47,7 +47,7 @@ SIZES |= {"world_size": 24, "vocab_size": 1024, "bpipe": True, "bpipe_min_bytes"
 @pytest.fixture(autouse=True)
 def nodes_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    # Arguments say everything, whoever made them: a program of one's own has another command line.
+    # Only the arguments count: a user's own program has another command line.
     monkeypatch.setattr(sys, "argv", ["program.py", "--num-layers", "wrong"])
 
 
@@ -61,7 +61,7 @@ def requested_balance(arguments: Any) -> tuple[BalanceConfig | None, tuple[str, 
 
 
 def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the same function, of the same words: the lines in the log are those that `bpipe simulate --memory` prints."""
+    """The log has the lines that `bpipe simulate --memory` prints for the same flags."""
     simulate = ["simulate", "--cluster", "h100-80g:3x8", "--kernels", "cpu", "--attention", "unfused"]
     moved = []
     for memory in ("2.8", "2.4", "2.2"):
@@ -79,7 +79,7 @@ def test_the_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By a cluster whose links are slow; without it the plan is by bytes alone."""
+    """With a cluster whose links are slow; without one, the plan is made from bytes alone."""
     slow = tmp_path / "slow.toml"
     slow.write_text(
         'nodes = 3\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = '
@@ -115,7 +115,7 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
 
 
 def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds() -> None:
-    """The first iteration is planned by bytes alone; a given budget is planned once."""
+    """The first iteration is planned from bytes alone; a given budget is planned once."""
 
     def costs(memory: str, cluster: str | None = "h100-80g", **more: Any) -> Costs | None:
         return requested(asked(memory, bpipe_cluster=cluster, **more)).plan.costs
@@ -183,7 +183,7 @@ def test_no_budget(text: str) -> None:
 
 
 def devices(*budget: int) -> Devices:
-    """1F1B of 4 ranks; of 1000 fixed and micro-batches of 100 the first needs 1400 alone."""
+    """1F1B of 4 ranks, with 1000 fixed bytes and 100 per micro-batch: the first rank needs 1400 on its own."""
     besides = DeviceBesides((1000,) * 4, (0,) * 4, (0,) * 4)
     return Devices(FAMILIES["1f1b"].generate(4, 8, 1), memory_of([100] * 4), besides, budget * (4 // len(budget)))
 
@@ -203,7 +203,7 @@ def test_a_plan_changes_over_only_where_that_helps() -> None:
     plan, lines = better_plan(devices(1200), tight)
     assert plan is None
     assert "no plan keeps ranks 0 and 3 within" in lines[0]
-    # Now too little leaves, and the link is there.
+    # Now too little is evicted, and the link exists.
     less = within(devices(1300, 1200, 1400, 1300)).schedule
     assert num_transfers(less, 1).evictions
     assert better_plan(devices(1300, 1200, 1400, 1300), less)[0] is None
@@ -217,7 +217,7 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
     first, last, all_leave = tightest_plan(room), within(room), tightest_plan(replace(room, budget_bytes=(1,) * 8))
     assert sum(last.own_bytes) <= sum(first.own_bytes) < sum(all_leave.own_bytes)
     assert max(first.need_bytes) <= 1750 - 1750 // 8
-    # Of whoever can send it is measured what moves, so any budget can be changed to, by other links, too.
+    # What moves is measured on every rank that can evict, so any budget can be planned later, over other links, too.
     for budget in (1200, 1300, 1500, 1700):
         plan, lines = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
         assert plan is not None, lines
@@ -225,7 +225,7 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
 
 
 def costs_of(transfer_s: int) -> Costs:
-    """With which a micro-batch as it is measured takes so long. Predicted were others, of which nothing would move."""
+    """Costs by which a measured micro-batch takes `transfer_s`. Of the predicted sizes, nothing would move."""
     cost = StageCost(1, 2, saved_bytes=1, moved_bytes=0)
     return Costs(
         (cost,) * 4, Links(Link(Fraction(100, transfer_s))), Exchange.MEGATRON_1F1B, one_sided=frozenset(range(4))

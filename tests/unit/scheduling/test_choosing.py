@@ -1,4 +1,4 @@
-"""Which schedule and layout a run has follows from its flags, and Megatron's flags from its stages, before anything runs."""
+"""A run's flags determine its schedule and layout, and its stages Megatron's flags, before anything runs."""
 
 import argparse
 import os
@@ -30,13 +30,13 @@ from megatron.scheduling.options.flags import add_arguments, complete, follow
 from megatron.scheduling.options.schedule_choice import requested, unplaced
 from megatron.scheduling.placement.positions import Positions
 
-# Sound, but sums of gradients come out otherwise.
+# A valid order that adds up gradients in another order.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
 GROUPED = {"bpipe": True, "bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
 INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2))
 
 
-# Of 4 ranks, as Megatron has them.
+# Two pipes over 4 ranks, as Megatron counts them.
 TWO_PIPES = {
     "bpipe_schedule": "chimera",
     "pipeline_model_parallel_size": 2,
@@ -55,7 +55,7 @@ UNSET = """
 
 
 def args(**more: Any) -> SimpleNamespace:
-    """Megatron's, of 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
+    """Megatron's arguments for 4 ranks with one stage each, and 8 micro-batches of 2 on 3 replicas."""
     return SimpleNamespace(
         **{
             **dict.fromkeys(UNSET),
@@ -83,7 +83,7 @@ def own_schedule(args: Any) -> ScheduleConfig | None:
 
 
 def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
-    """Megatron has half as many ranks with twice as many virtual stages, in twice as many replicas."""
+    """Megatron counts half as many ranks with twice as many virtual stages, in twice as many replicas."""
     assert own_schedule(args(**TWO_PIPES)) == ScheduleConfig("chimera", 4, 8, exchange=Exchange.POSTED)
     more = {"bpipe_schedule": "bitpipe", "virtual_pipeline_model_parallel_size": 6, "bpipe": True}
     assert own_schedule(args(**TWO_PIPES | more)) == ScheduleConfig(
@@ -113,7 +113,7 @@ COSTS = (Fraction(1), Fraction(6, 5), Fraction(4, 5))
 def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     flags: dict[str, Any], asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
+    """With host buffers that stay, as in training."""
     config = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
     assert config is not None
     sizes = ["--pp", "4", "--microbatches", "8", "--vp", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
@@ -125,7 +125,7 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
 
 
 def test_every_process_chooses_the_same() -> None:
-    """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
+    """Each rank computes the order by itself, so the order must not depend on the process's hash seed."""
     program = (
         "from bpipe.build import *; import hashlib; from bpipe.schedule.files.text import write_csv;"
         "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, num_chunks=2, balance="
@@ -160,12 +160,12 @@ def test_a_file_is_read_and_says_how_many_stages_a_rank_has(write: Any, tmp_path
 
 
 def listing(schedule: Schedule) -> str:
-    """Every rank's order, and nothing of when."""
+    """Every rank's order, without bubbles."""
     return "".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in schedule.ranks)
 
 
 def test_orders_alone_are_placed_on_the_grid(tmp_path: Path) -> None:
-    """As torch prints DualPipeV: no rank but the first could begin in the first slot."""
+    """As torch prints DualPipeV: as a grid it would be invalid, because all ranks would begin in the first slot."""
     file = tmp_path / "orders.csv"
     file.write_text(listing(INTERLEAVED))
     config = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2, bpipe=True))
@@ -332,7 +332,7 @@ def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
 V = Positions(4, backwards=True, mirrored=(True, False))
 WANTED = "--bpipe-schedule v-half"
 
-# Settings that a placement of its own refuses, by feature.
+# Settings that are refused for schedules with their own placement, by feature.
 NOT_FOLLOWED: dict[str, list[dict[str, Any]]] = {
     "checkpoints by rank": [{"save": "here", "ckpt_format": "torch"}, {"load": "here", "ckpt_format": "torch_dcp"}],
     "local checkpoints": [{"non_persistent_ckpt_type": "local"}],
@@ -349,7 +349,7 @@ ALLOWED: list[dict[str, Any]] = [
 
 
 def parsed(**more: Any) -> SimpleNamespace:
-    """What Megatron's parser leaves."""
+    """Arguments as Megatron's parser returns them."""
     sizes = {"pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False}
     return SimpleNamespace(**{**dict.fromkeys(UNSET), **sizes, **more})
 
@@ -363,14 +363,14 @@ def test_a_pattern_of_layers_says_the_stages_itself() -> None:
 
 
 def test_a_checkpoints_chunks_do_not_count() -> None:
-    """Its run may have been interleaved otherwise; Megatron takes both flags together for a contradiction."""
+    """The checkpoint's run may have been interleaved differently; Megatron would refuse both flags together."""
     args = parsed(num_layers_per_virtual_pipeline_stage=1, use_mp_args_from_checkpoint_args=True)
     follow(args, V)
     assert (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank) == (None, 2)
 
 
 def of_two_pipes(**more: Any) -> SimpleNamespace:
-    """Of 4 ranks and 2 replicas."""
+    """Arguments for 4 ranks and 2 replicas."""
     sizes = {
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
@@ -387,11 +387,11 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
         ("chimera", {}, 2),
         ("chimera", {"num_virtual_stages_per_pipeline_rank": 1}, 2),
         ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 2}, 4),
-        # Where nobody says how many, it takes the fewest, as a V does.
+        # Without a number of chunks it takes the fewest, as a V does.
         ("bitpipe", {}, 4),
         ("bitpipe-early", {}, 4),
         ("bitpipe", {"num_virtual_stages_per_pipeline_rank": 3, "num_layers": 24}, 6),
-        # What says how many layers a stage has says the same of twice as many stages on half as many ranks.
+        # A flag that sets the layers per stage applies as well to twice as many stages on half as many ranks.
         ("bitpipe", {"num_layers_per_virtual_pipeline_stage": 2}, None),
         ("bitpipe", {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"}, None),
     ],
@@ -488,7 +488,7 @@ def test_shards_file_the_optimizers_state_by_layer() -> None:
 
 
 def test_lengths_that_are_not_the_sequences_are_refused_at_the_start() -> None:
-    """They were refused in the first iteration."""
+    """They used to be refused only in the first iteration."""
     for lengths, sequence_parallel, reason in (
         ((40, 25), False, "40,25: the lengths add up to 65 tokens, but a sequence has 64"),
         ((31, 33), True, "31,33: a slice of 31 tokens is not a multiple of 2"),

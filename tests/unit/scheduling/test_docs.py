@@ -13,7 +13,7 @@ from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.options.arguments import SchedulingConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-# Headings that stand in no two of these.
+# No heading occurs on two of these pages.
 PAGES = ("supported", "megatron", "vocabulary", "slices")
 TEXT = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PAGES)
 

@@ -28,7 +28,7 @@ from megatron.scheduling.loop.measurements import (
 from megatron.scheduling.replanning import ProcessMemory, devices_of, measure_process
 from megatron.scheduling.slices.cuts import Cutting, RepeatedRows, joined
 
-# Two slices; what the first micro-batch saves is taken to have 5 more of what all share.
+# Two slices; the first micro-batch also counts 5 bytes that all micro-batches share.
 EACH = {(0, 0): 65, (0, 1): 45, (0, 2): 60, (0, 3): 40}
 
 
@@ -42,7 +42,7 @@ def test_sizes_are_those_of_the_last_of_each_slice_or_of_the_most() -> None:
 def test_what_of_a_slice_moves_is_known_or_as_of_another_of_its_stage() -> None:
     saved = {0: 60, 1: 40, 2: 60, 3: 40}
     assert moved_by_place({0: 50}, {}, saved, 2, differing=False) == {0: 50, 1: 50}
-    # Of the second slice nothing left, or it stayed: 48 of 60 are four fifths.
+    # The second slice did not move, so the first one's share is used: 48 of 60 are four fifths.
     assert moved_by_place({0: 48}, {(0, 2): 48, (0, 3): 0}, saved, 2, differing=True) == {0: 48, 1: 32}
     assert moved_by_place({}, {}, saved, 2, differing=True) == {}
 
@@ -50,7 +50,7 @@ def test_what_of_a_slice_moves_is_known_or_as_of_another_of_its_stage() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kept_keys_when_most_is_held(rank: int) -> None:
     """Rank 0 holds three slices of two micro-batches in the first B. On rank 1 the next micro-batch's first slice comes
-    while the other's keys and sums are still there."""
+    while the other's keys and sums still exist."""
     schedule = build(ScheduleConfig("1f1b", 2, 2, slices=2))
     key_memory = {stage: KeptMemory(20, 40) for stage in range(2)}
     assert kept_at_peak(schedule, rank, {0: 60, 1: 59, 2: 60, 3: 59}, key_memory) == 2 * 20 + 40
@@ -75,8 +75,8 @@ def test_all_plan_with_sizes_by_slice_and_what_is_kept() -> None:
 
 GIB = 1 << 30
 CUDA = torch.device("cuda")
-# Weights and gradients 20 GiB, Adam's moments 10 to come; contexts and communicators 2; micro-batches 12, host buffers
-# 14, 3 came and went.
+# Weights and gradients 20 GiB, Adam's later moments 10; contexts and communicators 2; micro-batches 12, host buffers
+# 14; temporary tensors 3, and 1 in the update.
 STATE, MOMENTS, OUTSIDE, HELD, HOSTED, WORKING, UPDATING = (n * GIB for n in (20, 10, 2, 12, 14, 3, 1))
 
 
@@ -108,7 +108,7 @@ def test_lent_buffers_are_counted_once(lent_bytes: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("stage", "count"), [(0, 4), (1, 3), (2, 2), (3, 0), (7, 0)])
 def test_a_stage_may_come_to_pin_its_share_of_its_device_for_every_buffer(stage: int, count: int) -> None:
-    """As many micro-batches as the bound fit into the device: none is larger than an equal part of it."""
+    """The device fits as many micro-batches as the bound, so none is larger than an equal part of it."""
     plan = build(ScheduleConfig("1f1b", 8, 32, balance=BalanceConfig()))
     buffers = host_buffers(plan, stage, 80 * GIB)
     assert buffers.count == count
@@ -176,7 +176,7 @@ def rows() -> Iterator[dict[str, int]]:
 
 
 def test_every_slice_is_given_the_rows_of_the_first() -> None:
-    """Two a micro-batch, as a script may take them."""
+    """A script may take two rows per micro-batch."""
     cutting = Cutting(BOUNDS)
     again = iter(RepeatedRows(rows(), cutting))
     taken = []

@@ -18,13 +18,13 @@ from tests.unit.scheduling.test_choosing import args as megatrons
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On nodes of two GPUs; what is set is undone."""
+    """Launch on nodes of two GPUs; the environment is restored."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 
 def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNamespace:
-    """One pipeline of so many ranks."""
+    """Arguments for one pipeline of `ranks` ranks."""
     sizes = {
         "pipeline_model_parallel_size": ranks,
         "world_size": ranks,
@@ -37,13 +37,13 @@ def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNam
         "context_parallel_size": 1,
         "use_tp_pp_dp_mapping": False,
     }
-    # Validated, so the shards of a weight are as many as tensor parallelism makes of it.
+    # As after validation: tensor parallelism alone decides how many shards a weight has.
     dimensions["tensor_parallel_num_weight_shards"] = 1
     return megatrons(**{"bpipe": True, "bpipe_placement": "adjacent", "rank": rank, **sizes, **dimensions, **more})
 
 
 def placed(ranks: int, microbatches: int, processes: int | None = None, **more: Any) -> list[int]:
-    """Which of Megatron's ranks every process takes."""
+    """The Megatron rank that each process takes."""
     placements = []
     for rank in range(processes or ranks):
         arguments = args(ranks, microbatches, rank, **more)

@@ -1,4 +1,4 @@
-"""`place` gives each process another rank before there are process groups, once, and says why where it cannot."""
+"""`place` gives each process another rank before there are process groups, once, and says why if it cannot."""
 
 import os
 
@@ -16,14 +16,14 @@ from megatron.scheduling.options.arguments import SchedulingConfig
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun starts the second of eight processes on two nodes; what the test sets is undone."""
+    """Launch like torchrun's second of eight processes on two nodes; the environment is restored."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "BPIPE_PLACED_FROM_RANK": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("BPIPE_PLACED_FROM_RANK")
 
 
 def eager(schedule: Schedule) -> Schedule:
-    """The same, but the first stage computes all its forwards first, so that its rank holds more than the others."""
+    """Move all forwards of the first stage to the start, so that its rank holds more than the others."""
     orders = [[action for slot in row for action in slot.computations] for row in schedule.ranks]
     orders[0].sort(key=lambda action: (action.stage, action.kind) != (0, Kind.FORWARD))
     return on_the_grid("eager", schedule.num_microbatches, schedule.layout, orders)
@@ -69,8 +69,8 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     config = SchedulingConfig(8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
     with pytest.raises(ValueError, match=r"samples of the data-parallel replica samples_of\(config, c\), and call"):
         install(config)
-    # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is
-    # on one node.
+    # Mirror images are neighbours, like Megatron's replicas 0 and 1; partners are in the same half, and each pair of
+    # pairs is on one node.
     placed = ranks(monkeypatch, pipeline=8, config=config)
     assert sorted(placed) == list(range(8))
     assert [rank // 2 for rank in placed[::2]] == [rank // 2 for rank in placed[1::2]]

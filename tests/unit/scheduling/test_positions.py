@@ -59,7 +59,7 @@ def opposite(num_ranks: int, *ways: int) -> Layout:
 @pytest.mark.parametrize("num_ranks", [4, 6, 8])
 @pytest.mark.parametrize("ways", [(1,), (1, -1), (1, -1, 1), (1, 1), (-1,)])
 def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: tuple[int, ...]) -> None:
-    """Each chunk is built as the stage that its rank computes, and reads the samples of the pipe in which it does."""
+    """Each chunk is built as the stage that its rank computes, and reads the samples of that stage's pipe."""
     layout = opposite(num_ranks, *ways)
     positions = Positions.of(layout)
     assert (positions.num_ranks, positions.pipeline_size, positions.num_pipes) == (num_ranks, num_ranks // 2, 2)

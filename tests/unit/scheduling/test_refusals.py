@@ -13,7 +13,7 @@ from megatron.scheduling.options.arguments import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
 GRAPH: dict[str, Any] = {"cuda_graph_impl": "full_iteration"}
-# What else the settings of a feature are found to be.
+# Other features that a feature's settings also match.
 BESIDE = {
     **dict.fromkeys(
         (
@@ -30,7 +30,7 @@ BESIDE = {
 }
 BIASES = {"num_experts": 8, "add_bias_linear": True}
 GROUPED = {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}
-# Settings that are refused, by feature; several where several names lead to one feature.
+# Settings that are refused, by feature; several if several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs of an iteration": [
         {"cuda_graph_impl": "full_iteration"},
@@ -112,7 +112,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "a YAML configuration": [{"yaml_cfg": "run.yaml"}],
 }
 
-# What looks like one of them and is none.
+# Settings that resemble a refused feature but are fine.
 ALLOWED: list[dict[str, Any]] = [
     {},
     {
@@ -180,7 +180,7 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
-    """BPipe would look for the memory of placeholders."""
+    """BPipe would search for the memory of placeholders."""
     with contextlib.closing(terra.Session()):
         refuse(SimpleNamespace(), balance=False)
         with pytest.raises(ValueError, match=r"a terra\.Session is open: .* close the session, or train without"):
@@ -267,7 +267,7 @@ def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
         ({"seq_length": 64, "transformer_impl": "local"}, True),
         ({"seq_length": 64, "transformer_impl": "transformer_engine"}, False),
         ({"seq_length": 63, "transformer_impl": "transformer_engine"}, True),
-        # Of 4 * 8 units of 2 tokens, or of 33 units.
+        # 32 units of 2 tokens make 4 equal slices, 34 do not.
         ({"seq_length": 64, "tensor_model_parallel_size": 2, "sequence_parallel": True}, False),
         ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
         ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": False}, False),

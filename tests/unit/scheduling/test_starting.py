@@ -58,7 +58,7 @@ def test_a_flag_that_is_not_known_is_refused_once(
 def test_a_folder_that_cannot_be_written_is_named_once_a_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of two processes. On a real file system: a file stands where the folder should be."""
+    """Two nodes of two processes, on a real file system: there is a file where the folder should be."""
     (tmp_path / "file").write_text("")
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
@@ -128,7 +128,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that prepares the process itself and is launched, too, wrapped the wrappers."""
+    """A script that prepared the process itself and was also run by the launcher wrapped the wrappers."""
     startup.repair()
     startup.repair()
     printed = capsys.readouterr().out
@@ -188,6 +188,6 @@ def test_too_few_gpus_are_refused_with_the_flag_that_shares_them() -> None:
 
 
 def test_ranks_of_several_nodes_are_refused() -> None:
-    """Loopback reaches one node."""
+    """Loopback reaches only one node."""
     with pytest.raises(ValueError, match="16 ranks, of which 8 are on this node"):
         startup.gpu_of_rank(arguments(), 1, environment(world=16))

@@ -15,7 +15,7 @@ from megatron.scheduling.loop.grad_sync import Marks, Syncing
 
 
 class Log(list[str]):
-    """What the trainer's functions were called for, and which chunks are inside of their `no_sync`."""
+    """Logs the calls of the trainer's functions; `inside` has the chunks that are inside their `no_sync`."""
 
     def __init__(self, num_chunks: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Log(list[str]):
 
 
 def walked(order: list[Action], chunks: dict[int, int], log: Log, config: Any) -> None:
-    """An iteration: the log says what runs outside of its chunk's `no_sync`."""
+    """Run an iteration; the log marks what runs outside its chunk's `no_sync`."""
     syncing, guarded = Syncing(Marks.of(order, chunks), config, log.models), config.no_sync_func is not None
     syncing.begin()
     for action in order:

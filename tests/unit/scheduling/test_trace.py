@@ -1,4 +1,4 @@
-"""Megatron's own stages at true size, without memory, beside what the formulas say that they hold."""
+"""Megatron's own stages at full size, traced without memory, compared with what the formulas predict."""
 
 import functools
 import json
@@ -18,12 +18,12 @@ from bpipe.predict.activations import stage_bytes
 from bpipe.predict.states import stage_parameters
 
 ROOT = Path(__file__).parents[3]
-# At most so far may a formula be from what is there.
+# The largest relative error of a formula.
 APART = 0.01
 SHORT = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256"
 LAUNCH = f"-- {SHORT} --micro-batch-size 2 --pipeline-model-parallel-size 2 --bf16 --vocab-size 1024"
 
-# Importing Megatron and tracing all of them takes half a minute on a machine that does nothing else.
+# Importing Megatron and tracing all of them takes half a minute on an idle machine.
 pytestmark = pytest.mark.timeout(300)
 
 MODELS = ROOT / "tests/data/models"
@@ -57,7 +57,7 @@ QUICK = (
 LATENT = "--multi-latent-attention --attention-dropout 0"
 UNKNOWN = f"{LAUNCH} {LATENT}"
 EXPERTS = f"{LAUNCH} --num-experts 8 --moe-router-topk 2 --disable-bias-linear --moe-grouped-gemm --swiglu"
-# By what the refusal begins with, the launch.
+# Launches by the beginning of their refusal.
 REFUSED = {
     "--moe-token-dispatcher-type flex: ": f"{EXPERTS} --moe-token-dispatcher-type flex --moe-router-dtype fp32",
     "--recompute-modules moe_act: ": f"{EXPERTS} --recompute-granularity selective --recompute-modules moe_act",
@@ -88,8 +88,8 @@ def traced(flags: str) -> Any:
 
 @functools.cache
 def _traced(every: tuple[str, ...]) -> dict[str, Any]:
-    """All of them, made by one process: importing Megatron takes as long as tracing some."""
-    ran = subprocess.run(
+    """Trace all launches in one process: importing Megatron takes as long as tracing some of them."""
+    process = subprocess.run(
         [sys.executable, "-m", "tests.unit.scheduling.trace_many"],
         input=json.dumps([[*launch_of(flags).flags] for flags in every]),
         capture_output=True,
@@ -99,8 +99,8 @@ def _traced(every: tuple[str, ...]) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return dict(zip(every, json.loads(ran.stdout), strict=True))
+    assert process.returncode == 0, process.stderr[-3000:]
+    return dict(zip(every, json.loads(process.stdout), strict=True))
 
 
 @pytest.mark.parametrize("flags", QUICK)
@@ -113,7 +113,7 @@ def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str) -> No
 
 @pytest.mark.parametrize("flags", QUICK)
 def test_what_is_saved_is_held_and_the_backward_needs_more(flags: str) -> None:
-    """Counted by following every operation, and by asking the graph: two ways to the same bytes."""
+    """Counted in two ways: by following every operation, and from the graph."""
     for stage in traced(flags)["stages"]:
         assert stage["saved_bytes"] <= stage["held_bytes"] < stage["peak_bytes"]
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_traced_is_refused(reason: str) -> None:
 
 
 def test_the_stage_of_further_tokens_is_the_fullest_of_a_real_launch() -> None:
-    """It was shown as the emptiest, and the advice was to leave the further tokens out."""
+    """It was shown as the emptiest stage, with the advice to leave the further tokens out."""
     (flags,) = [flags for flags in QUICK if flags.endswith("mL")]
     parameters = stage_parameters(launch_of(flags).setup)
     assert parameters[-1] == max(parameters) == 2_893_779_968
@@ -138,7 +138,7 @@ def test_what_formulas_do_not_know_or_only_nearly_is_traced() -> None:
 
 
 def test_a_fused_loss_saves_what_the_other_does() -> None:
-    """So it is predicted as if it were not given."""
+    """So the prediction ignores the flag."""
     assert traced(FUSED)["stages"][-1]["saved_bytes"] == traced(LAUNCH)["stages"][-1]["saved_bytes"]
 
 
@@ -171,11 +171,11 @@ def test_a_trace_gives_simulate_and_plan_what_stages_save_and_have(
         assert after["activations_bytes"] - before["activations_bytes"] > 2**29 * chunks, rank
     # A plan has the same row, and others by formula.
     cut = {name: results["trace"]["configuration"][name] for name in ("tensor", "pipeline", "chunks", "micro_batch")}
-    asked = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
+    sizes = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
     model = flags.split()[: flags.split().index("--tp")]
     recompute = ["--recompute", results["trace"]["configuration"]["recompute"]]
     attention = ["--attention", results["trace"]["configuration"]["attention"]]
-    plan = ["plan", *model, *asked, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
+    plan = ["plan", *model, *sizes, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
     assert cli.main([*plan, *cluster, "--balance", "none", "--profile", file]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["configuration"]["micro_batch"] for row in rows} == {1, cut["micro_batch"]}
@@ -210,6 +210,6 @@ def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path)
 def test_a_trace_that_a_file_cannot_tell_from_others_is_not_written(
     tmp_path: Path, flags: str, unrecorded: str
 ) -> None:
-    """A file names no expert parallelism: it was taken for a launch with another."""
+    """A file records no expert parallelism, so it was taken for a launch with another."""
     with pytest.raises(ValueError, match=f"--output: a profile does not record {unrecorded}"):
         trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))

@@ -1,4 +1,4 @@
-"""Names of Megatron's that are read, functions that are replaced, and their signatures."""
+"""Names that are read from Megatron, functions that are replaced, and their signatures."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from megatron.scheduling.placement import rank_order as placement
 
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A Megatron that is not there: a version and a folder. Said lines are forgotten."""
+    """A fake Megatron with a version and a folder. Lines that were printed once can be printed again."""
     core = ModuleType("megatron.core")
     core.__file__ = "/checkout/megatron/core/__init__.py"
     vars(core)["__version__"] = "0.20.0rc0+1a2b3c4"
@@ -30,7 +30,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def parsed(**more: Any) -> argparse.Namespace:
-    """What is read of Megatron's arguments before a process group exists: rank 1 of 4 stages."""
+    """Megatron's arguments that are read before a process group exists, on rank 1 of 4 stages."""
     ours = vars(add_arguments(argparse.ArgumentParser()).parse_args(["--bpipe"]))
     unset = dict.fromkeys(
         """global_batch_size micro_batch_size padded_vocab_size seq_length sequence_parallel step_batch_size_schedule
@@ -42,7 +42,7 @@ def parsed(**more: Any) -> argparse.Namespace:
 
 
 def test_the_development_branch_is_placed_without_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks tensor_parallel_num_weight_shards, which was a bare AttributeError."""
+    """It lacks tensor_parallel_num_weight_shards, which ended in a bare AttributeError."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = parsed()
@@ -102,11 +102,11 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
         "import sys, megatron.scheduling.options.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & "
         "set(sys.modules)) or 0)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 0, ended.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert process.returncode == 0, process.stderr
 
 
-# Runs every `check_` function of the named modules, behind the module's `setup`, if it has one.
+# Runs every `check_` function of the named modules, after the module's `setup`, if it has one.
 RUN = """
 import importlib, sys
 from megatron.scheduling.start import startup
@@ -123,7 +123,7 @@ for name in sys.argv[1:]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 """
-# Puts an extension in place of one that is not there, before Megatron is imported.
+# Installs a stand-in for an extension before Megatron is imported.
 FUSED = "from tests.gloo.fused import stand_in\nstand_in()\n"
 
 
@@ -140,5 +140,5 @@ FUSED = "from tests.gloo.fused import stand_in\nstand_in()\n"
 def test_checks_in_a_process_of_their_own(program: str, names: tuple[str, ...]) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", program, *names]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Before its first iteration a run asks whether it could stand still, given all that it really waits for."""
+"""Before its first iteration, a run checks whether it could deadlock, given all that it really waits for."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = TransferConfig()
 SYNCHRONOUS = TransferConfig(synchronous=True)
 DIFFERING = TransferConfig(differing=True)
-# One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
-# all the same.
+# One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule, but it would
+# deadlock.
 STILL = build(ScheduleConfig("interleaved-1f1b", 10, 11, num_chunks=2, balance=BalanceConfig()))
 
 
@@ -28,7 +28,7 @@ STILL = build(ScheduleConfig("interleaved-1f1b", 10, 11, num_chunks=2, balance=B
         (PLAIN, CPU, None, WaitLevel.IN_EVERY_OPERATION),
         (PLAIN, CPU, "1", WaitLevel.IN_EVERY_OPERATION),
         (SYNCHRONOUS, CPU, None, WaitLevel.AT_ISSUE),
-        # With 8 queues streams share them too: only 1 was judged as if they did.
+        # Streams share 8 queues, too; this was once assumed of 1 only.
         (PLAIN, CUDA, None, WaitLevel.AT_ISSUE),
         (PLAIN, CUDA, "8", WaitLevel.AT_ISSUE),
         (PLAIN, CUDA, "1", WaitLevel.ONE_QUEUE),
@@ -86,7 +86,7 @@ def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytes
 def test_sizes_that_differ_are_trained(
     device: torch.device, transport: str, connections: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread posted each transfer behind what the host issued meanwhile, and that was refused over NCCL."""
+    """A thread used to post each transfer after what the host had issued meanwhile, which was refused over NCCL."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
@@ -95,7 +95,7 @@ def test_sizes_that_differ_are_trained(
 
 
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would not stand still, but every S would wait for all others."""
+    """It would not deadlock, but every S would wait for all others."""
     posted = Exchange.POSTED
     first, second = (
         build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO)
@@ -109,7 +109,7 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receive that is posted ahead holds its host, so of our own loop's plans most stand still."""
+    """A receive that is posted ahead blocks its host, so most plans of our own loop deadlock."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig()))
     links = [MeasuredLink((0, 3), "nccl", {})]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

@@ -18,7 +18,7 @@ def main() -> None:
 def _trace(flags: list[str]) -> object:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    # As long as the further tokens of the launch before.
+    # Its tensors have the previous launch's number of further tokens.
     MTPLossLoggingHelper.tracker.clear()
     try:
         return stages.trace(flags)

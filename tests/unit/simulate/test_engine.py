@@ -1,4 +1,4 @@
-"""Schedules in seconds: by hand, against a slow simulator, with reductions, shards and slices."""
+"""Schedules in seconds, compared with the unit grid and with sums by hand; reductions, shards and slices."""
 
 import itertools
 import random
@@ -114,8 +114,8 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
     schedule = build(ScheduleConfig("1f1b", 2, 2))
     costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), exchange=Exchange.MEGATRON_1F1B)
     report = simulate(schedule, costs)
-    # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of
-    # B0, at 8; rank 1 is there for them at 13.
+    # Rank 0 sends F0 from 3 to 5 before it computes F1. It is ready to exchange F1's output and B0's gradient at 8, and
+    # rank 1 at 13.
     assert when(report, 0, "0F1").start_s == 5
     assert when(report, 1, "1B0").end_s == 13
     assert when(report, 0, "0B0").start_s == 15
@@ -134,7 +134,7 @@ def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: 
 
 
 def test_what_follows_the_last_computation_waits_for_its_message() -> None:
-    """Stage 5, on another node, sends its last gradient longer than stage 0 takes to request micro-batch 10."""
+    """Stage 5, on another node, takes longer to send its last gradient than stage 0 to request micro-batch 10."""
     schedule = with_late_loads(build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig())))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
     costs = Costs(
@@ -181,14 +181,14 @@ def test_messages_and_transfers_share_a_port() -> None:
     sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
     shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
     apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
-    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first. F2's is ready at 18, and the
+    # F1's output is ready at 12, and so is the eviction during F2: the output goes first. F2's is ready at 18, and the
     # eviction pauses.
     assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 20)
     assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
 
 
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:
-    """The last stage computes long when the first one evicts."""
+    """The last stage is in a long computation when the first one evicts."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     stages = (StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),)
     met, alone = (simulate(schedule, Costs(stages, one_sided=ranks)) for ranks in (frozenset[int](), frozenset({0})))
@@ -199,7 +199,7 @@ def test_a_one_sided_transfer_waits_for_no_partner() -> None:
         == when(met, 0, "0B0").start_s
         < when(met, 0, "0EVICT3").start_s
     )
-    # What is loaded has been evicted before, even if the eviction takes longer than everything in between.
+    # A load waits for its eviction, even if the eviction takes longer than everything in between.
     slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
     assert when(slow, 0, "0LOAD1").start_s >= when(slow, 0, "0EVICT1").end_s
 
@@ -280,7 +280,7 @@ def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
 
 
 def exposed_s(simulation: Simulation) -> Number:
-    """Seconds of the last reduction beyond the pipeline."""
+    """Seconds by which the last reduction ends after the pipeline."""
     return max(row[-1].end_s for row in simulation.reductions if row) - simulation.pipeline_s
 
 
@@ -303,10 +303,10 @@ def test_reductions_of_two_ranks_by_hand() -> None:
 
 
 def test_buckets_are_reduced_beside_the_last_backward() -> None:
-    """One rank, two micro-batches, b = 8 and a reduction of 4: of four buckets the last begins with the backward's end.
+    """One rank, two micro-batches, b = 8 and a reduction of 4: the last of four buckets begins when the backward ends.
 
-    A 32B model on 8 devices per replica was predicted at 318 TFLOP/s per GPU, with one reduction after everything;
-    measured were 460.
+    With one reduction after everything, a 32B model on 8 devices per replica was predicted at 318 TFLOP/s per GPU; it
+    was measured at 460.
     """
     costs = uniform(1, StageCost(2, 8, reduction_s=4, optimizer_s=1))
     schedule = build(ScheduleConfig("1f1b", 1, 2))
@@ -318,9 +318,9 @@ def test_buckets_are_reduced_beside_the_last_backward() -> None:
     assert reduced(4, 1) == (Reduced(0, 20, 24),)
     # Buckets are complete at 14, 16, 18 and 20.
     assert reduced(4, 4) == (Reduced(0, 14, 21),)
-    # Each takes longer than its backward.
+    # Each bucket takes longer than its part of the backward.
     assert reduced(16, 4) == (Reduced(0, 14, 30),)
-    # If it may not overlap computations, nothing begins before their end.
+    # If reductions may not overlap computations, they begin after the end.
     assert reduced(4, 4, eager=False) == (Reduced(0, 20, 24),)
 
 
@@ -387,7 +387,7 @@ def test_with_one_pipe_a_rank_reduces_by_itself() -> None:
 
 
 def test_a_pipe_without_a_micro_batch_reduces_as_well() -> None:
-    """Its gradients, zeros, are there at once: eagerly nobody sees their reduction."""
+    """Its gradients are zeros and complete at once, so an eager reduction of them is hidden."""
     costs = uniform(4, StageCost(1, 2, reduction_s=2))
     runs = [simulate(build(ScheduleConfig("chimera", 4, 1)), replace(costs, eager=eager)) for eager in (False, True)]
     assert [run.makespan_s for run in runs] == [12 + 2 + 2, 12 + 2]
@@ -448,7 +448,7 @@ def test_collectives_of_a_sort_take_turns() -> None:
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_nobody_has_the_next_before_everybody_has_come_for_the_last(vocabulary: Vocabulary) -> None:
-    """A broadcast needs all its receivers, and each makes ready for one at a time."""
+    """A broadcast needs all its receivers, and each prepares for one at a time."""
     rng = random.Random(3)
     p, m = 4, 12
     for _ in range(5):
@@ -493,7 +493,7 @@ def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> No
 
 
 def test_evictions_make_room_for_logits() -> None:
-    """Bounds in bytes, logits included: what fits without them has to evict more with them, and keeps the bound."""
+    """Bounds in bytes include logits: a schedule that fits without them must evict more with them."""
     schedule = sharded(8, 24, ONE)
     for logits in (0, 90):
         memory = memory_of([100] * 8, shard_bytes=logits)
@@ -515,19 +515,19 @@ SLICED = Costs((FIRST, SECOND) * 2, Links(Link(10)), slices=2, kept=KEPT)
 
 
 def test_each_slice_takes_its_own_seconds_and_its_message_its_own() -> None:
-    """Messages of 3 s and 1 s. Rank 1 has B of the second slice first."""
+    """Messages take 3 s and 1 s. Rank 1 runs B of the second slice first."""
     report = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
     rows = [[(str(timed.action), timed.start_s, timed.end_s) for timed in row] for row in report.computations]
     assert rows[0] == [("0F0", 0, 2), ("0F1", 2, 5), ("0B1", 17, 23), ("0B0", 23, 27)]
     assert rows[1] == [("1F0", 5, 7), ("1F1", 7, 10), ("1B1", 10, 16), ("1B0", 16, 20)]
-    # Back come 10 bytes at 16, and 30 at 20.
+    # Gradients of 10 bytes are sent back at 16, and of 30 bytes at 20.
     assert report.pipeline_s == 27
 
 
 def test_what_is_held_is_by_slice_and_kept_keys_are_held_until_the_first_slices_backward() -> None:
     report = simulate(build(ScheduleConfig("1f1b", 2, 1, slices=2)), SLICED)
     levels = [(level.start_s, level.held_bytes) for level in report.levels(0)]
-    # Keys with F0, sums with B1; both go with B0.
+    # Keys are held from F0 on and their gradients from B1 on, both until the end of B0.
     assert levels == [(0, 68), (2, 88), (17, 104), (23, 84), (27, 0)]
 
 
@@ -565,7 +565,7 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
 
 
 def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
-    """Slices and shards can be combined. Costs of shards are per whole micro-batch: their table was once read beyond its end."""
+    """They can be combined, but costs of shards are per whole micro-batch: their table was once read beyond its end."""
     schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
     with pytest.raises(ValueError, match=r"costs of 2 slices together with shards of the vocabulary: .* leave"):
         simulate(schedule, replace(SLICED, shards=(ShardCost(1, 1),)))

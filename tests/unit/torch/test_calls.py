@@ -16,7 +16,7 @@ from bpipe.torch.upstream import Computation, TorchAction
 
 
 class Notes:
-    """Takes down the calls."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -26,7 +26,7 @@ class Notes:
 
 
 class Stage(SimpleNamespace):
-    """A stage whose methods are, as torch's, its class's or its own."""
+    """A stage whose methods, like those of torch's stages, belong to its class or to itself."""
 
     def backward_weight_one_chunk(self, microbatch: int) -> str:
         return f"W{microbatch}"
@@ -41,26 +41,26 @@ def stage(index: int) -> Any:
 
 
 def run(actions: list[Any], index: int = 1) -> list[str]:
-    """What torch's loop does with its list, as far as it concerns us."""
-    notes, here = Notes(), stage(index)
+    """Do what torch's loop does with its list, as far as it concerns us."""
+    notes, subject = Notes(), stage(index)
     step = StepCalls(notes, actions)
-    before = dict(vars(here))
-    with step.around([here]):
+    before = dict(vars(subject))
+    with step.around([subject]):
         step.begin()
         for action in step.watched():
             for part in action.sub_actions or (action,):
                 if part.computation_type is Computation.FORWARD:
-                    assert here.forward_one_chunk(part.microbatch_index) == f"F{part.microbatch_index}"
+                    assert subject.forward_one_chunk(part.microbatch_index) == f"F{part.microbatch_index}"
                     step.forward_ran((), ())
                 elif part.computation_type is Computation.FULL_BACKWARD:
-                    here.backward_one_chunk(part.microbatch_index)
+                    subject.backward_one_chunk(part.microbatch_index)
                 elif part.computation_type is Computation.BACKWARD_INPUT:
-                    here.backward_one_chunk(part.microbatch_index, full_backward=False)
+                    subject.backward_one_chunk(part.microbatch_index, full_backward=False)
                 elif part.computation_type is Computation.BACKWARD_WEIGHT:
-                    here.backward_weight_one_chunk(part.microbatch_index)
+                    subject.backward_weight_one_chunk(part.microbatch_index)
                 else:
                     notes.said.append(str(part))
-    assert vars(here) == before, "outside of a step the stage is torch's own"
+    assert vars(subject) == before, "outside of a step the stage is torch's own"
     return notes.said
 
 
@@ -69,8 +69,8 @@ def parsed(words: str) -> list[Any]:
 
 
 def test_waits_for_others_may_stand_between_a_computation_and_its_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.15 lists WAIT_SEND_F behind a backward, and what it made was called sent before its SEND_B."""
-    # Before 2.15 there is no such word.
+    """Torch 2.15 lists WAIT_SEND_F after a backward, so `sent` was called for the backward before its SEND_B."""
+    # Torch before 2.15 has no such action, so UNSHARD takes its place.
     monkeypatch.setattr(calls, "SEND_WAITS", (Computation.UNSHARD,))
     assert run(parsed("1F0 1SEND_F0 1B0 1UNSHARD 1SEND_B0 1F1 1B1 1UNSHARD")) == [
         *("begin", "before 1F0", "after 1F0", "1SEND_F0", "sent 1F0"),
@@ -143,34 +143,34 @@ def received(kind: Any, microbatch: int) -> Any:
 
 
 def test_a_buffer_is_there_from_its_receive_to_its_last_use() -> None:
-    here = receiving(1)
-    buffers = ReceiveBuffers([here], {1}.__contains__)
+    receiver = receiving(1)
+    buffers = ReceiveBuffers([receiver], {1}.__contains__)
     buffers.begin()
-    assert held(buffers, here) == [0, 0, 0]
+    assert held(buffers, receiver) == [0, 0, 0]
     buffers.receives(received(Computation.RECV_F, 1))
     buffers.receives(received(Computation.FORWARD, 2))
-    assert held(buffers, here) == [0, BYTES, 0]
+    assert held(buffers, receiver) == [0, BYTES, 0]
     buffers.receives(received(Computation.RECV_B, 1))
     assert buffers.nbytes == 2 * BYTES
     buffers.used(Action(1, Kind.BACKWARD_INPUT, 1))
     assert buffers.nbytes == 2 * BYTES
     buffers.used(Action(1, Kind.BACKWARD_WEIGHT, 1))
     assert buffers.nbytes == 0
-    # The next step's.
+    # The next step begins anew.
     buffers.end()
     buffers.begin()
     buffers.receives(received(Computation.RECV_F, 0))
-    assert held(buffers, here) == [BYTES, 0, 0]
+    assert held(buffers, receiver) == [BYTES, 0, 0]
 
 
 def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
-    """A gradient that is a view of what was received is still to be sent."""
-    here = receiving(1)
-    buffers = ReceiveBuffers([here], {1}.__contains__)
+    """A gradient that is still to be sent may be a view of what was received."""
+    receiver = receiving(1)
+    buffers = ReceiveBuffers([receiver], {1}.__contains__)
     buffers.begin()
     buffers.receives(received(Computation.RECV_B, 0))
-    here.grad_recv_info[0][0].buffer.fill_(5)
-    sent = here.grad_recv_info[0][0].buffer.view(2, 4)
+    receiver.grad_recv_info[0][0].buffer.fill_(5)
+    sent = receiver.grad_recv_info[0][0].buffer.view(2, 4)
     buffers.used(Action(1, Kind.BACKWARD, 0))
     assert torch.equal(sent, torch.full((2, 4), 5.0))
     del sent
@@ -180,17 +180,17 @@ def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
 
 
 def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
-    """Torch puts the output of the other receiving there, which is that one's."""
-    here = receiving(1)
-    ReceiveBuffers([here], {0, 1, 2}.__contains__).begin()
-    assert here.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES
+    """Torch puts the other stage's output there, which belongs to that stage."""
+    receiver = receiving(1)
+    ReceiveBuffers([receiver], {0, 1, 2}.__contains__).begin()
+    assert receiver.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES
 
 
 def test_what_a_broken_off_step_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bpipe.torch.calls.KEEPS_BUFFERS", False)
-    here = receiving(1)
-    here.args_recv_info = here.grad_recv_info = {0: (info(None),)}
-    buffers = ReceiveBuffers([here], {1}.__contains__)
+    receiver = receiving(1)
+    receiver.args_recv_info = receiver.grad_recv_info = {0: (info(None),)}
+    buffers = ReceiveBuffers([receiver], {1}.__contains__)
     buffers.begin()
     buffers.took(1, 0, [torch.ones(8)])
     buffers.begin()

@@ -31,8 +31,8 @@ BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer over NCCL holds the host that launches it, and with it the messages that its partner waits for. Until
-    this level was known here such a run stood still."""
+    """A transfer over NCCL blocks the host that launches it, and with it the messages that its partner waits for. Such
+    a run deadlocked before this level was checked."""
     monkeypatch.delenv(CONNECTIONS, raising=False)
     schedule = build(
         ScheduleConfig("interleaved-1f1b", 6, 12, num_chunks=2, balance=BalanceConfig(), exchange=Exchange.TORCH)
@@ -53,7 +53,7 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
 
 
 def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
-    """Deferred, its call of the engine would come behind other computations."""
+    """If it were deferred, its call of the engine would come after other computations."""
     schedule = build(ScheduleConfig("1f1b", 2, 2))
     order = torchs(schedule)
     place = next(place for place, action in enumerate(order[0]) if action.computation_type is Computation.SEND_F)
@@ -63,7 +63,7 @@ def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
 
 
 def test_a_rank_that_was_to_evict_and_moved_nothing_is_told_why() -> None:
-    """A small model trained balanced and moved 0 bytes without a word: all its storages were below 64 KiB."""
+    """A small model trained balanced and moved 0 bytes without a message: all its storages were below 64 KiB."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     assert "less than 65536 bytes" in (why_unmoved(schedule, 0, {0: 0}, 65536) or "")
     assert "less than 65536 bytes" in (why_unmoved(schedule, 0, {}, 65536) or "")
@@ -98,14 +98,14 @@ ONE_PIPE = [name for name, family in FAMILIES.items() if family.num_pipes == 1]
 
 
 def torchs(schedule: Schedule) -> dict[int, list[Any]]:
-    """Torch's own lists, messages among the computations."""
+    """Torch's own lists, including messages."""
     order = {rank: list(row) for rank, row in torch_orders(schedule).items()}
     owner = schedule.layout.placements[0].__getitem__
     return schedules._add_send_recv(order, owner, schedule.num_stages)
 
 
 def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
-    """Families, sizes, bounds, partners and pools at random, of which something moves."""
+    """Schedules of random families, sizes, bounds and hosts in which something moves."""
     rnd = random.Random(seed)
     count_made = 0
     while count_made < count:
@@ -131,7 +131,7 @@ LEVELS = [(waits, births) for waits in PLANNED_WAITS for births in (False, True)
 
 @pytest.mark.timeout(300)
 def test_no_balanced_schedule_deadlocks() -> None:
-    """In every level of waiting, communicators made on the way or there before."""
+    """At every level of waiting, with communicators that are made on the way or before."""
     for schedule in balanced_schedules(1, 30):
         for waits, births in LEVELS:
             stuck = blocked_ranks(schedule, waits, Exchange.TORCH, births)
@@ -142,7 +142,7 @@ def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> Non
     """Torch 2.15 lists them between a backward and its SEND_B, and every schedule was refused."""
     schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
     listed = torchs(schedule)
-    # Before 2.15 there is no such word.
+    # Torch before 2.15 has no such action, so UNSHARD takes its place.
     waiting = {
         rank: [
             candidate

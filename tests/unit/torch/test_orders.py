@@ -1,4 +1,4 @@
-"""Schedules as torch's runtime has them, and torch's as we have them; what its runtime cannot run is refused."""
+"""Our schedules in torch's form, and torch's in ours; what torch's runtime cannot run is refused."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,14 +97,14 @@ def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> No
 
 
 class ListsItsMessages(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
-    """A schedule that has put its messages itself, as one of torch's own tests does."""
+    """A schedule that lists its messages itself, like one in torch's own tests."""
 
     def __init__(self, stages: list[Any], n_microbatches: int) -> None:
         self.pipeline_order = {rank: [] for rank in range(stages[0].group_size)}
 
 
 def test_a_class_that_lists_its_messages_itself_is_refused_with_that() -> None:
-    """It was read as a schedule without a computation."""
+    """It was read as a schedule without computations."""
     with pytest.raises(ValueError, match=r"^ListsItsMessages lists its messages itself \(pipeline_order_with_comms\)"):
         schedule_of_class(ListsItsMessages, stages_on(0), M)
 
@@ -154,6 +154,6 @@ def test_losses_in_another_order_are_refused() -> None:
 
 @pytest.mark.parametrize("option", [{"defer_pp_recv": True}, {"max_outstanding_sends": 2}])
 def test_options_that_put_messages_or_waits_elsewhere_are_refused(option: dict[str, Any]) -> None:
-    """What is judged before the first step has neither."""
+    """The check before the first step assumes neither."""
     with pytest.raises(ValueError, match=f"^{next(iter(option))}.* leave it out$"):
         BalancedSchedule([], M, **option)

@@ -24,13 +24,13 @@ MAT = 4 * ROWS * WIDTH
 
 
 class Stage(nn.Module):
-    """Two products with a tanh between: the first input and the output of the tanh, which both save, stay."""
+    """Two linear layers with a tanh between: they save the first input and the output of the tanh."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.recomputes = recomputes
-        # Held by Python alone, as a table of positions may be.
+        # Held by Python only, as a table of positions may be.
         self.table = [torch.ones(ROWS, WIDTH)]
         self.plain_table = torch.ones(ROWS, WIDTH)
 
@@ -88,14 +88,14 @@ def test_the_command_says_it_of_a_file(
 ) -> None:
     file = tmp_path / "model.py"
     file.write_text(PROGRAM)
-    asked = ["trace", "--module", f"{file}:stages", "--pp", "4", "--microbatches", "8", "--device", "cpu"]
-    assert main([*asked, "--format", "json"]) == 0
+    command = ["trace", "--module", f"{file}:stages", "--pp", "4", "--microbatches", "8", "--device", "cpu"]
+    assert main([*command, "--format", "json"]) == 0
     result = json.loads(capfd.readouterr().out)
     half = 256 * 512 * 4
     assert [stage["saved_bytes"] for stage in result["stages"]] == [half, 2 * half, 2 * half, 2 * half]
     assert result["alone_bytes"] == [4 * half, 6 * half, 4 * half, 2 * half]
     monkeypatch.setattr(trace, "_answer_of", lambda *_: result)
-    assert main(asked) == 0
+    assert main(command) == 0
     lines = capfd.readouterr().out.splitlines()
     header = lines.index("rank  peak MiB  balanced MiB")
     assert lines[header + 1].split() == ["0", "2.0", "1.5"]

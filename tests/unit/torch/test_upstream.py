@@ -1,4 +1,4 @@
-"""Names of torch's that are used, and records of runs in its loop."""
+"""Names that are used from torch, and records of runs in its loop."""
 
 import json
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ def test_a_stage_without_an_attribute_is_refused() -> None:
 
 
 def test_what_a_forward_made_and_took_is_read_of_every_torch() -> None:
-    """Torch 2.15 has no `fwd_cache`, and a step ended with AttributeError."""
+    """Torch 2.15 has no `fwd_cache`, so a step ended with an AttributeError."""
     before = SimpleNamespace(fwd_cache={3: (("made",), ["taken"])})
     state = SimpleNamespace(live_outputs=["made"], input_values=["taken"])
     since = SimpleNamespace(_forward_chunk_states={3: state})
@@ -63,14 +63,14 @@ def test_what_a_forward_made_and_took_is_read_of_every_torch() -> None:
 
 
 def test_what_has_no_buffer_is_passed_over() -> None:
-    """Torch 2.11's own argument of a pipeline has not even the attribute, and a step ended with AttributeError."""
+    """In torch 2.11 a pipeline's own arguments lack even the attribute, so a step ended with an AttributeError."""
     buffer = torch.ones(2)
     infos = [SimpleNamespace(meta=torch.ones(2, device="meta")), SimpleNamespace(buffer=None)]
     assert upstream.receive_buffers([*infos, SimpleNamespace(buffer=buffer)]) == [buffer]
 
 
 def test_a_handshake_that_sends_from_a_rank_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11 ended with gloo's "Pair is not connected", of which nobody could tell whose fault it was."""
+    """Torch 2.11 ended with gloo's "Pair is not connected", which does not show the cause."""
     v, loop = ([SimpleNamespace(stage_index=index) for index in indices] for indices in ((4, 3), (0, 4)))
     cpu = torch.device("cpu")
     monkeypatch.setattr(upstream, "_SENDS_TO_ITSELF", False)
@@ -87,7 +87,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Stage:
-    """What is read of one of torch's stages."""
+    """The attributes that are read from torch's stages."""
 
     submod: nn.Module = field(default_factory=lambda: nn.Linear(2, 2))
     group_rank: int = 0
@@ -104,7 +104,7 @@ def record(tmp_path: Path) -> Any:
 def test_a_summary_is_written_where_a_step_is_recorded_or_it_says_something_new(
     record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was computed and written behind every step, and most steps say what the one before said."""
+    """It was computed and written after every step, although most steps say the same as the one before."""
     meter = Meter()
     engine = Engine(
         build(ScheduleConfig("1f1b", 1, 2)),

@@ -1,4 +1,4 @@
-"""What holds for tests of the transports, two lanes, and a fake CUDA runtime."""
+"""Fixtures for tests of the transports: two lanes and a fake CUDA runtime."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""A CUDA runtime made of this process's own memory, behind C functions, as `ctypes` finds them in a library.
+"""A CUDA runtime on this process's own memory, with C functions as `ctypes` finds them in a library.
 
-In: calls. Out: what they would do to memory, a list of them, and refusals of what no error path and no order may do.
-Signatures are those of CUDA's header, written down here a second time. It shows nothing of CUDA.
+It does to memory what the calls would do, records them, and refuses what must not happen in any order or error path.
+Signatures are copied from CUDA's header a second time. It proves nothing about CUDA itself.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class Error(enum.IntEnum):
     cudaErrorMapBufferObjectFailed = 205
 
 
-# As a library's, they are there for good.
+# Like a library's strings, they live as long as the process.
 NAMES = {error.value: ctypes.create_string_buffer(error.name.encode()) for error in Error}
 
 
@@ -34,7 +34,7 @@ class Handle(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """Six numbers: the order of the source, two places of a type and a number, flags."""
+    """Six numbers: the access order of the source, two locations (type and number each), flags."""
 
     _fields_ = tuple((name, INT) for name in ("order", "source_type", "source_id", "target_type", "target_id", "flags"))
 
@@ -207,7 +207,7 @@ class FakeCuda:
         return CudaRuntime(self.library)
 
     def empty_cache(self) -> None:
-        """torch's allocator gives back what it holds and does not use."""
+        """Release what torch's allocator caches."""
         self.calls.append("empty_cache")
         self.free_bytes += self.cached_bytes
         self.cached_bytes = 0
@@ -219,7 +219,7 @@ class FakeCuda:
 
 
 def installed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The runtime that memory is asked of."""
+    """Make this the runtime that allocates memory."""
     runtime = cuda.runtime()
     cuda.calls.clear()
     monkeypatch.setattr(streams, "runtime", lambda device_type="cuda": runtime)

@@ -1,8 +1,6 @@
 """Both ends of a pair in one process: messages through queues instead of a process group.
 
-Everything above them is the real thing.
-
-In: nothing. Out: two controls that hear each other, and two one-sided transports joined by them.
+Everything above the queues is real. There are two connected controls, and two one-sided transports that use them.
 """
 
 import json
@@ -88,9 +86,9 @@ class LoopbackControl:
 
     def exchange(self, about: Subject, value: Any) -> Any:
         sending = self.send(about, value)
-        heard = self.receive(about)
+        answer = self.receive(about)
         sending.wait()
-        return heard
+        return answer
 
 
 def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[LoopbackControl, LoopbackControl]:
@@ -103,8 +101,8 @@ def controls(timeout_s: float = 5.0, rendezvous: bool = False) -> tuple[Loopback
 def together(*calls: Callable[[], object]) -> None:
     """Run the calls at once, in a thread each, and raise their errors."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        for ended in [pool.submit(call) for call in calls]:
-            ended.result(20.0)
+        for future in [pool.submit(call) for call in calls]:
+            future.result(20.0)
 
 
 def peers(
@@ -121,7 +119,7 @@ def peers(
 
 
 def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[OneSidedCopies, OneSidedCopies]:
-    """The same over the evictor's own memory."""
+    """The same with the evictor's own host memory."""
     return HostMemory(CPU, outbound, inbound), HostMemory(CPU, NoLane(), NoLane())
 
 
@@ -136,7 +134,7 @@ class NoLane:
 
 
 class AtOnce:
-    """A lane as a device's: a job is issued where it is asked for."""
+    """A lane like a device's, which issues a job at once."""
 
     def run(self, job: Callable[[], None], after: Sequence[Pending] = ()) -> Pending:
         for pending in after:

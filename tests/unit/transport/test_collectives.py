@@ -1,4 +1,4 @@
-"""Collectives in groups that deliver only what is waited for, and how the first message of each passes."""
+"""Collectives in groups that deliver only what is waited for, and how the first message of each kind passes."""
 
 import itertools
 import threading
@@ -19,19 +19,19 @@ from tests.unit.transport.loopback import controls
 CPU = torch.device("cpu")
 RANKS = 3
 LAST = RANKS - 1
-# Global ranks are not the places in a pipeline.
+# Global ranks differ from positions in the pipeline.
 PIPELINE = (7, 5, 3)
 
 
 class Group:
-    """Of all ranks: by the how many-th collective it is, what each rank gave."""
+    """A group of all ranks: what each rank gave, by the number of the collective."""
 
     def __init__(self) -> None:
         self.given: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 
 
 class Seat:
-    """One rank's end of a group. What a collective makes is there once it was waited for."""
+    """One rank's end of a group. The result of a collective exists only after its wait."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank, self._next = group, rank, 0
@@ -40,7 +40,7 @@ class Seat:
         return RANKS
 
     def _get_backend(self, device: torch.device) -> object:
-        """One that takes one operation a call, as gloo's."""
+        """A backend that takes one operation per call, like gloo's."""
         return object()
 
     def issue(self, tensor: torch.Tensor | None, arrive: Callable[[dict[int, torch.Tensor]], object] | None) -> Any:
@@ -100,7 +100,7 @@ def shards(kind: Kind, microbatch: int) -> tuple[Action, ...]:
 
 
 def output(microbatch: int) -> Message:
-    """What the last stage makes, for all shards."""
+    """The output of the last stage, for all shards."""
     return Message(
         microbatch, (Action(LAST, Kind.FORWARD, microbatch),), shards(Kind.SHARD_FORWARD, microbatch), (LAST, 0, 1)
     )
@@ -124,8 +124,8 @@ def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
             ranks[rank].post(output(microbatch))
         ranks[LAST].send(output(microbatch), tensors)
         for rank in (0, 1):
-            got = ranks[rank].wait(output(microbatch))
-            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in tensors]
+            received = ranks[rank].wait(output(microbatch))
+            assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in tensors]
         assert ranks[LAST].wait(output(microbatch)) == ()
     seat: Any = ranks[LAST]._groups.of[Kind.FORWARD]
     assert seat._next == 4, "two tensors of each but the first"
@@ -152,7 +152,7 @@ def test_one_gets_the_sum_of_what_all_make(ranks: list[Collectives]) -> None:
 
 
 class Lane:
-    """Jobs wait until somebody says `go`, or for what comes of them."""
+    """Jobs run when somebody calls `go` or waits for their result."""
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], None]] = []
@@ -175,7 +175,7 @@ class Lane:
 
 
 def with_stage(microbatch: int) -> Message:
-    """What is gathered and what the last stage needs of it are one value."""
+    """What is gathered and what the last stage needs from it are one value."""
     message = statistics(microbatch)
     return message._replace(needed_by=(*message.needed_by, Action(LAST, Kind.BACKWARD, microbatch)))
 
@@ -200,7 +200,7 @@ def test_a_stage_gets_the_sum_of_what_all_make_of_what_all_made(ranks: list[Coll
 
 
 def test_what_breaks_beside_the_computation_is_told_to_the_computation(ranks: list[Collectives]) -> None:
-    """Rank 0 waits for nothing that comes of it."""
+    """Rank 0 needs no result of it."""
     lane = Lane()
 
     def late(microbatch: int, gathered: Any) -> Any:
@@ -227,7 +227,7 @@ def test_another_shape_than_the_first_is_refused(ranks: list[Collectives]) -> No
 
 
 def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
-    """Those with two ends over edges."""
+    """Messages with two ends go over edges."""
     log: list[str] = []
     edges: Any = SimpleNamespace(
         post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),)

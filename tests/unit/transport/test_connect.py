@@ -39,7 +39,7 @@ def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
     [
         (Location("boot-1", "pid:[1]", "node-a"), None),
         (Location("boot-2", "pid:[1]", "node-b"), "node-a and node-b are different machines"),
-        # Container images often give every machine one name.
+        # Container images often give every machine the same name.
         (Location("boot-2", "pid:[1]", "node-a"), "node-a and node-a are different machines"),
         (Location("boot-1", "pid:[2]", "node-a"), "the two processes are in different containers (process namespaces)"),
     ],
@@ -51,7 +51,7 @@ def test_peer_needs_one_machine_and_one_process_namespace(theirs: Location, why:
 
 
 def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks pinned 9 GiB each, and a node ended: nobody had looked whether it had them."""
+    """Four ranks pinned 9 GiB each and a node crashed: nothing had checked whether it had the memory."""
     monkeypatch.setattr(connect, "measure", lambda transport, *_: (1e9 if transport == "peer" else 9e9, None))
     links: dict[int, MeasuredLink] = {}
 
@@ -86,7 +86,7 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
 def test_a_connection_that_ends_destroys_what_its_link_used(
     chosen: str, tried: list[str], gone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And never a group that failed when it was tried: that may take for ever."""
+    """A group that failed when it was tried is never destroyed: that may take for ever."""
     device, (control, _) = Device(torch.device("cpu")), controls()
     lanes = device.lanes(1.0)
     groups = {name: PairGroups(1, None, None) for name in tried}  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_a_connection_that_ends_destroys_what_its_link_used(
     [
         ("peer", {"nccl": 1e9, "peer": 2e9}, ["nccl"]),
         ("nccl", {"nccl": 2e9, "peer": 1e9}, []),
-        # What has failed may never end.
+        # Destroying a group that failed may never end.
         ("peer", {"peer": 2e9}, []),
     ],
 )
@@ -196,7 +196,7 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
             before, rooms = first.pieces[:], {buffer: first.place(buffer, []) for buffer in filled if buffer != number}
             nbytes = first.make_room(number, grown, lengths_by_stage)
             filled.add(number)
-            # What lies in another buffer stays there.
+            # The contents of other buffers stay in place.
             assert {buffer: first.place(buffer, []) for buffer in rooms} == rooms
             assert second.make_room(number, grown, copy) == nbytes
             assert first.pieces == second.pieces == [*before, *([nbytes] if nbytes else [])]

@@ -86,7 +86,7 @@ def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: i
 
 
 def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCuda) -> None:
-    """On a GPU that torch's cache fills, the driver has nothing left: this used to be the end of it."""
+    """If torch's cache fills the GPU, the driver has nothing left, and lending used to fail."""
     cuda.free_bytes, cuda.cached_bytes = 1 << 20, 16 << 20
     _, lent = lender(cuda).make(8 << 20)
     assert (
@@ -121,15 +121,15 @@ def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
 def test_a_transfer_is_one_call_where_cuda_has_one(
     version: int, driver: int, captures: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 otherwise. A graph has no node
-    for a batch, and replays need no host."""
+    """340 storages took 340 calls and milliseconds of the host; CUDA 12.8 batches them, 13.0 by another signature. A
+    graph has no node for a batch, and replays need no host."""
     cuda = installed(FakeCuda(version, driver), monkeypatch)
     cuda.captures = captures
     _, lent = lender(cuda).make(4096)
     lent.write(pieces(10, 1000, 7))
     received = [(offset, torch.zeros_like(sent)) for offset, sent in pieces(10, 1000, 7)]
     lent.read(received)
-    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, pieces(10, 1000, 7), strict=True))
+    assert all(torch.equal(target, sent) for (_, target), (_, sent) in zip(received, pieces(10, 1000, 7), strict=True))
     assert cuda.batches == ([3, 3] if batched else [])
     assert cuda.streams == [7] * (2 if batched else 6)
 
@@ -161,7 +161,7 @@ with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="torch was bui
 
 @with_cuda
 def test_it_is_torchs_own() -> None:
-    """A second runtime, made for another CUDA, came with a package of bindings: `peer` and `host` were gone."""
+    """A package of bindings brought a second runtime, made for another CUDA: `peer` and `host` were gone."""
     major, minor = (int(part) for part in (torch.version.cuda or "").split(".")[:2])
     assert runtime().version == 1000 * major + 10 * minor
     with open("/proc/self/maps") as maps:
@@ -225,7 +225,7 @@ def version_1(limit: int, usage: int, inactive: int = 0) -> str:
 
 
 def test_a_group_of_version_2_and_its_parents_limit(tmp_path: Path) -> None:
-    """What it keeps of files can be given up: a job that read its data looks full and is not."""
+    """A group's file cache can be reclaimed: a job that has read its data looks full, but is not."""
     files = {
         "job__step": version_2(32 * GIB, 10 * GIB, 4 * GIB),
         "job": version_2(48 * GIB, 40 * GIB),
@@ -255,7 +255,7 @@ def neighbours(*counts: int, most_gib: int = 0, node: MemoryLimit = NODE) -> lis
 
 
 def test_the_buffers_of_all_ranks_of_a_node_count() -> None:
-    """Each alone would fit."""
+    """Each rank's buffers alone would fit."""
     everyone = neighbours(3, 3, 3, 3, 0, 0)
     assert Budget(everyone[0], everyone[:1]).of(9 * GIB) is None
     assert Budget(everyone[0], everyone).of(9 * GIB) is None, "36 GiB of 40"

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Options:
-    """torch's, as of 2.11."""
+    """NCCL's options in torch, as of 2.11."""
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
@@ -43,7 +43,7 @@ class Options:
 
 
 class Recorded:
-    """`torch.distributed` on one rank, which writes down what it is asked for."""
+    """A stand-in for `torch.distributed` on one rank, which records its calls."""
 
     isend, irecv, ProcessGroup = "send", "receive", str
 
@@ -67,10 +67,10 @@ class Recorded:
         self.destroyed.append(group)
 
     def issue(self, operation: str, buffers: list[torch.Tensor], partner: int, group: str) -> list[Any]:
-        """For `bpipe.transport.distributed.issue`."""
+        """Replaces `bpipe.transport.distributed.issue`."""
         self.calls.append(("batch", len(buffers)))
-        asked = [(operation, buffer.numel(), partner, group) for buffer in buffers]
-        return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in asked]
+        requests = [(operation, buffer.numel(), partner, group) for buffer in buffers]
+        return [SimpleNamespace(wait=lambda request=request: self.waited.append(request)) for request in requests]
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -129,7 +129,7 @@ def test_no_group_call_is_larger_than_nccls_limit(dist: Recorded) -> None:
 
 
 class Group:
-    """Of ranks 3 and 7, as a backend that can or cannot start several operations at once."""
+    """A group of ranks 3 and 7, whose backend can or cannot start several operations at once."""
 
     def __init__(self, supports_coalescing: bool) -> None:
         self.supports_coalescing = supports_coalescing
@@ -152,12 +152,12 @@ class Group:
 def test_operations_are_started_in_one_call_where_a_backend_has_one(
     at_once: bool, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ranks of the group; torch's own batch took two thirds more of the main thread's time."""
+    """Ranks are those in the group. torch's own batch took two thirds more of the main thread's time."""
     group = Group(at_once)
 
     @contextlib.contextmanager
-    def together(*asked: Any, **named: Any) -> Iterator[Any]:
-        assert (asked, named) == ((group, CPU), {"async_ops": True})
+    def together(*arguments: Any, **named: Any) -> Iterator[Any]:
+        assert (arguments, named) == ((group, CPU), {"async_ops": True})
         call = SimpleNamespace(works=[])
         group.asked.append("begin")
         yield call
@@ -166,15 +166,15 @@ def test_operations_are_started_in_one_call_where_a_backend_has_one(
 
     monkeypatch.setattr(torch.distributed, "_coalescing_manager", together)
     monkeypatch.setattr(torch.distributed, "get_group_rank", lambda _, rank: [3, 7].index(rank))
-    asked = torch.distributed.isend if operation == "send" else torch.distributed.irecv
-    works = distributed.issue(asked, [torch.zeros(2), torch.zeros(5)], 7, group)  # type: ignore[arg-type]
+    function = torch.distributed.isend if operation == "send" else torch.distributed.irecv
+    works = distributed.issue(function, [torch.zeros(2), torch.zeros(5)], 7, group)  # type: ignore[arg-type]
     operations = [(operation, 2, 1, 0), (operation, 5, 1, 0)]
     assert group.asked == (["begin", *operations, "end"] if at_once else operations)
     assert works == (["the work of all"] if at_once else ["work 1", "work 2"])
 
 
 def test_this_torch_starts_several_operations_at_once() -> None:
-    """The names by which `issue` asks for that are not public: a torch without them has to be noticed."""
+    """`issue` uses names that are not public, so a torch without them must be noticed."""
     assert list(inspect.signature(torch.distributed._coalescing_manager).parameters) == ["group", "device", "async_ops"]
     assert "supports_coalescing" in dir(torch._C._distributed_c10d.Backend)
 
@@ -195,7 +195,7 @@ def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:
 
 
 class Headed(Headed):
-    """Writes down what it would send and receive, and what was waited for."""
+    """Records what it would send and receive, and what was waited for."""
 
     def __init__(self, control: Any) -> None:
         super().__init__(control, None)  # type: ignore[arg-type]
@@ -261,14 +261,14 @@ def test_lengths_that_never_come_are_an_error_where_they_are_waited_for(ends: tu
 
 
 class Wire:
-    """What `torch.distributed` does between two ranks: messages with one tag keep their order, others do not care."""
+    """What `torch.distributed` does between two ranks: only messages with the same tag keep their order."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self.waited = 0
 
     def isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> SimpleNamespace:
-        # What is sent is read when it is waited for, as late as it may be.
+        # A sent tensor is read when its receiver waits, as late as possible.
         self.sent[to, tag].append(tensor)
         return SimpleNamespace(wait=self._wait)
 
@@ -306,13 +306,13 @@ VALUES = [
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     first, second = control_ends()
     first.send(Subject.SIZES, value)
-    # An exchange tells before it listens: neither end may wait for the other to begin.
+    # An exchange sends before it receives: neither end may wait for the other to begin.
     assert second.exchange(Subject.SIZES, "back") == value
     assert first.receive(Subject.SIZES) == "back"
 
 
 class Gate:
-    """A job that begins and then waits to be let through."""
+    """A job that begins and then waits until it is opened."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -324,42 +324,42 @@ class Gate:
 
 
 def test_jobs_of_a_lane_run_in_the_order_they_were_asked_for(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    ran: list[int] = []
+    results: list[int] = []
     gate = Gate()
     lanes[0].run(gate)
-    tickets = [lanes[0].run(lambda number=number: ran.append(number)) for number in range(50)]  # type: ignore[misc]
-    assert ran == []
+    tickets = [lanes[0].run(lambda number=number: results.append(number)) for number in range(50)]  # type: ignore[misc]
+    assert results == []
     gate.open.set()
     tickets[-1].wait()
-    assert ran == list(range(50))
+    assert results == list(range(50))
 
 
 def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     outbound, inbound = lanes
-    ran: list[str] = []
+    results: list[str] = []
     gate = Gate()
-    first = outbound.run(lambda: (gate(), ran.append("put"))[0])
-    second = inbound.run(lambda: ran.append("get"), after=[first])
+    first = outbound.run(lambda: (gate(), results.append("put"))[0])
+    second = inbound.run(lambda: results.append("get"), after=[first])
     assert gate.begun.wait(5.0)
-    assert ran == []
+    assert results == []
     gate.open.set()
     second.wait()
-    assert ran == ["put", "get"]
+    assert results == ["put", "get"]
 
 
 def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     def fail() -> None:
         raise OSError("no such memory")
 
-    ran: list[str] = []
+    results: list[str] = []
     failed = lanes[0].run(fail)
-    follows = lanes[1].run(lambda: ran.append("never"), after=[failed])
-    later = lanes[0].run(lambda: ran.append("other"))
+    follows = lanes[1].run(lambda: results.append("never"), after=[failed])
+    later = lanes[0].run(lambda: results.append("other"))
     later.wait()
     for ticket in (failed, failed, follows):
         with pytest.raises(OSError, match="no such memory"):
             ticket.wait()
-    assert ran == ["other"], "a job whose predecessor failed has nothing to work on"
+    assert results == ["other"], "a job whose predecessor failed has nothing to work on"
 
 
 def test_a_job_that_does_not_end_is_a_time_out() -> None:

@@ -44,7 +44,7 @@ class Wire:
 
 
 class Pending:
-    """An operation that never says by itself that it is over."""
+    """An operation that never reports by itself that it is complete."""
 
     completed = False
 
@@ -57,7 +57,7 @@ class Pending:
 
 
 class HostsControl(Control):
-    """The hosts' control group, which breaks with the wire and notes what was waited for as 0."""
+    """The hosts' control group, which breaks with the wire and records each wait as 0."""
 
     def __init__(self, control: Any, wire: Wire) -> None:
         self._control, self._wire = control, wire
@@ -97,7 +97,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> tuple[Edges, Edges]:
 
 
 def forward(microbatch: int, stage: int = 0) -> Message:
-    """What goes from a stage of rank 0 to one of rank 1."""
+    """A message from a stage of rank 0 to one of rank 1."""
     maker, taker = (Action(number, Kind.FORWARD, microbatch) for number in (stage, stage + 1))
     return Message(100 * stage + microbatch, (maker,), (taker,), (0, 1))
 
@@ -190,7 +190,7 @@ def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Ed
     low.send(forward(0), (made(0),))
     high.post(forward(0))
     if step in ("receive", "message"):
-        # Its shape is known.
+        # From here on its shape is known.
         high.wait(forward(0))
     if step == "message":
         low.send(forward(1), (made(1),))

@@ -11,7 +11,7 @@ from tests.unit.transport.loopback import CPU
 
 
 def descriptors() -> list[str]:
-    """What this process has open, by number and target."""
+    """This process's open file descriptors, with their targets."""
     names = []
     for name in os.listdir("/proc/self/fd"):
         try:

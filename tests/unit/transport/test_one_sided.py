@@ -1,4 +1,4 @@
-"""Reaching into host buffers: states, the order of what touches one of them, and how the two ends part."""
+"""One-sided access to host buffers: their states, the order of accesses, and how the two ends part."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ LAYOUT = BufferLayout.of(STAGES, SIZES)
 
 
 def announce(evictor: OneSidedCopies, sizes: Sizes = SIZES, layout: BufferLayout = LAYOUT) -> Pending:
-    """An evictor knows where its host buffers lie, and tells how large what comes is."""
+    """An evictor takes the layout of its host buffers and announces its sizes."""
     evictor.reach(layout)
     return evictor.announce(sizes)
 
 
 def lend(acceptor: OneSidedCopies) -> None:
-    """An acceptor lends what it was told to be needed."""
+    """An acceptor lends the memory that the announced sizes need."""
     if acceptor.lends:
         acceptor.lend(BufferLayout.of(STAGES, acceptor.learn()).nbytes)
 
@@ -82,7 +82,7 @@ def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[OneSidedCopies,
 
 
 class Written(ThreadLane):
-    """Writes down what its jobs come after."""
+    """Records what its jobs wait for."""
 
     def __init__(self) -> None:
         super().__init__("written", 5.0)
@@ -95,7 +95,7 @@ class Written(ThreadLane):
 
 
 def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
-    """[8]. And for nothing else: two host buffers have nothing to do with each other."""
+    """And for nothing else: two host buffers have nothing to do with each other."""
     lane = Written()
     evictor, _ = alone(lane, lane)
     announce(evictor).wait()
@@ -107,7 +107,7 @@ def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
 
 
 class Watched(SharedMemory):
-    """Notes which of the two ends lets go first."""
+    """Records which of the two ends closes first."""
 
     def __init__(self, closed: list[str]) -> None:
         self._closed = closed
@@ -162,14 +162,14 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
 
 
 def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    """The partner's memory is asked for in the lane's thread: the loop goes on, also in the very first iteration."""
+    """The lane's thread waits for the partner's memory, so the loop goes on even in the first iteration."""
     evictor, acceptor = peers(*lanes)
     announce(evictor).wait()
     put = evictor.put(0, tensors(7))
     received = tensors()
-    got = evictor.get(0, received)
+    load = evictor.get(0, received)
     lend(acceptor)
-    for pending in (put, got):
+    for pending in (put, load):
         pending.wait()
     assert same(received, tensors(7))
     for end in (evictor, acceptor):
@@ -187,7 +187,7 @@ def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopi
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
 def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(cuda: FakeCuda, kind: str) -> None:
-    """Waiting for a kernel that never ends kept the traceback back for minutes."""
+    """Waiting for a kernel that never ends delayed the traceback by minutes."""
     evictor, acceptor = on_a_device(cuda, kind)
     announce(evictor).wait()
     lend(acceptor)
@@ -213,7 +213,7 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(cuda: FakeCuda, ki
 
 
 def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
-    """A gloo send is complete once received: both waited for the other to listen."""
+    """A gloo send is complete once received: both used to wait for the other to receive."""
     ends = [Peer(control, SharedMemory(), AtOnce(), AtOnce()) for control in controls(timeout_s=2.0, rendezvous=True)]  # type: ignore[arg-type]
 
     def both_roles(end: OneSidedCopies, seed: int) -> None:

@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
-    """Both ends of a trial, in a thread each; the evictor's first."""
+    """Run both ends of a trial in one thread each; the evictor's result comes first."""
     device = cuda.device()
     device.device = torch.device("cpu")
     results: dict[bool, tuple[float, str | None]] = {}

@@ -1,4 +1,4 @@
-"""Shards of the embedding against one table, alone and tied to the output layer."""
+"""Shards of the embedding compared with one table, alone and tied to the output layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_sum_of_all_parts_is_the_table_bit_for_bit(num_shards: int, dtype: t
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_the_rows_gradients_are_the_tables(num_shards: int) -> None:
     inputs = layer(torch.float64)
-    tokens, gradient = inputs.labels % 50, inputs.x  # so many of a kind that a row has several
+    tokens, gradient = inputs.labels % 50, inputs.x  # some rows occur several times
     weight = inputs.weight.clone().requires_grad_()
     torch.nn.functional.embedding(tokens, weight).backward(gradient)
     shards = [Rows(VOCABULARY, 1, num_shards).of(shard) for shard in range(num_shards)]
@@ -31,7 +31,7 @@ def test_the_rows_gradients_are_the_tables(num_shards: int) -> None:
 
 
 def test_half_precision_is_added_up_in_32_bit() -> None:
-    """A thousand of a kind: added in bf16, 1 + 1/256 stays 1 from the first on."""
+    """A thousand gradients of one row: in bf16, 1 + 1/256 rounds to 1, so each addition would be lost."""
     gradient = torch.full((1024, 4), 1 / 256, dtype=torch.bfloat16)
     gradient[0] = 1
     rows = rows_gradient(gradient, torch.zeros(1024, dtype=torch.long), 0, 2)
@@ -64,5 +64,5 @@ def test_a_pipeline_shares_out_what_its_tensor_rank_holds() -> None:
 def test_what_does_not_divide_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"50304 rows .* 14 equal shards, of 2 tensor- times 7 .* 896"):
         Rows(50304, 2, 7)
-    # Megatron pads to that times the tensor-parallel size.
+    # Megatron pads to a multiple of that divisor times the tensor-parallel size.
     assert Rows(29 * 2 * 896, 2, 7).each == 29 * 128

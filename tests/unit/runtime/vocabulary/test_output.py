@@ -1,4 +1,4 @@
-"""Shards of the output layer against the layer in one piece: autograd in 64 bit, and Megatron's own loss."""
+"""Shards of the output layer compared with the whole layer (autograd in 64 bit) and with Megatron's own loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Result(NamedTuple):
 
 
 def layer(dtype: torch.dtype, vocabulary: int = VOCABULARY, scale: float = 1.0) -> Layer:
-    """A third of the tokens do not count. Logits spread over about ten."""
+    """A third of the tokens are masked. The logits span about ten."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     weight = (0.4 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)).to(dtype)
@@ -47,7 +47,7 @@ def layer(dtype: torch.dtype, vocabulary: int = VOCABULARY, scale: float = 1.0) 
 
 
 def whole(inputs: Layer, dtype: torch.dtype = torch.float64) -> Result:
-    """In one piece, by autograd."""
+    """The whole layer, by autograd."""
     x, weight = (tensor.to(dtype).requires_grad_() for tensor in (inputs.x, inputs.weight))
     token_losses = torch.nn.functional.cross_entropy(x @ weight.t(), inputs.labels, reduction="none")
     (token_losses * inputs.go).sum().backward()
@@ -57,7 +57,7 @@ def whole(inputs: Layer, dtype: torch.dtype = torch.float64) -> Result:
 
 
 def in_shards(inputs: Layer, num_shards: int, algorithm: int) -> Result:
-    """As every rank would: its own logits, what all gather, its part of the sum."""
+    """Do what each rank would: compute its logits, gather all statistics, add its part to the sum."""
     rows = [Rows(len(inputs.weight), 1, num_shards).of(shard) for shard in range(num_shards)]
     weights = [inputs.weight[of.start : of.stop] for of in rows]
     logits = [inputs.x @ weight.t() for weight in weights]
@@ -79,14 +79,14 @@ def in_shards(inputs: Layer, num_shards: int, algorithm: int) -> Result:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, of the whole tensor."""
+    """The relative error of the whole tensor."""
     return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_shards_make_what_one_layer_makes(num_shards: int, algorithm: int) -> None:
-    """Without rounding to speak of, so a term that is missing or counted twice cannot hide."""
+    """With almost no rounding, a term that is missing or counted twice cannot hide."""
     inputs = layer(torch.float64)
     for actual, expected in zip(in_shards(inputs, num_shards, algorithm), whole(inputs), strict=True):
         assert distance(actual, expected) < 2e-15
@@ -109,7 +109,7 @@ def test_single_precision_loses_its_own_rounding_only(num_shards: int, algorithm
 def test_half_precision_is_reduced_in_32_bit_so_its_error_does_not_grow_with_the_shards(
     algorithm: int, dtype: torch.dtype
 ) -> None:
-    """`scale` is a loss scale, without which gradients of 1/32 of a token times a probability leave fp16's range."""
+    """`scale` is a loss scale: without it, gradients (1/32 per token, times a probability) underflow in fp16."""
     inputs = layer(dtype, scale=1024.0 if dtype == torch.float16 else 1.0)
     expected = whole(inputs)
     errors = []
@@ -140,7 +140,7 @@ def test_one_shard_is_megatrons_loss_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_label_that_is_no_row_counts_as_in_megatron() -> None:
-    """Scripts mark tokens that do not count so, and mask their losses: what is masked must not be endless."""
+    """Scripts mark ignored tokens this way and mask their losses, which must be finite all the same."""
     inputs = layer(torch.float64)
     labels = inputs.labels.clone()
     labels[0], labels[1] = -100, VOCABULARY
@@ -152,7 +152,7 @@ def test_a_label_that_is_no_row_counts_as_in_megatron() -> None:
 
 
 def test_everybody_makes_the_same_bits_of_what_all_gathered() -> None:
-    """And large logits overflow nowhere: the sum is relative to the maximum of all, not of the shard."""
+    """Large logits do not overflow either: the sum is relative to the maximum over all shards."""
     inputs = layer(torch.float32)
     logits = 40 * inputs.x @ inputs.weight.t()
     own = torch.stack(
@@ -165,10 +165,10 @@ def test_everybody_makes_the_same_bits_of_what_all_gathered() -> None:
 
 
 def test_a_few_tokens_at_a_time_are_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = layer(torch.bfloat16)
-    at_once = in_shards(given, 2, 2)
+    inputs = layer(torch.bfloat16)
+    at_once = in_shards(inputs, 2, 2)
     monkeypatch.setattr(shards, "_WIDE_AT_ONCE", 7 * VOCABULARY // 2)
-    assert all(torch.equal(*pair) for pair in zip(in_shards(given, 2, 2), at_once, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(in_shards(inputs, 2, 2), at_once, strict=True))
 
 
 def test_gradients_take_the_place_of_the_logits() -> None:
@@ -180,7 +180,7 @@ def test_gradients_take_the_place_of_the_logits() -> None:
 
 
 def test_rows_that_pad_the_vocabulary_take_part_as_in_one_layer() -> None:
-    """1000 rows are padded to 1024 for everybody: a shard may hold nothing but such rows."""
+    """A vocabulary of 1000 rows is padded to 1024, so a shard may hold nothing but padding."""
     inputs = layer(torch.float64, vocabulary=1024)
     inputs.labels.clamp_(max=999)
     inputs.weight[1000:] = 0

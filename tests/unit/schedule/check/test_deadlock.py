@@ -21,7 +21,7 @@ from tests.support.hand_made import PLANNED_WAITS, far_ahead, host_first, with_l
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
-    """Return the exchanges by which a schedule of this name may run."""
+    """Return what blocks when a schedule runs by its family's exchange."""
     return blocked_in(schedule, waits, exchange_of(schedule.name))
 
 
@@ -37,7 +37,7 @@ def plans(name: str, chunks: int, stages: tuple[int, ...]) -> list[Schedule]:
 
 
 def steps_without_start(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """Messages before the first computation wait until the rank reaches them."""
+    """Return steps in which transfers of the start wait until the rank reaches its first computation."""
     start, first, *others = steps(schedule, rank)
     return iter((Step(None), Step(first.compute, start.after + first.before, first.after), *others))
 
@@ -51,7 +51,7 @@ def test_no_plan_deadlocks(name: str, chunks: int, waits: WaitLevel) -> None:
 
 
 def default_plans(stages: Iterable[int], chunks: int, rounds: Iterable[int]) -> list[Schedule]:
-    """Return plans as trainings run them: balanced to the schedule's own bound."""
+    """Return plans as training runs them: balanced to the schedule's own bound."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     sizes = [(p, p * times) for p in stages for times in rounds]
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
@@ -65,7 +65,7 @@ def test_no_default_plan_deadlocks_however_strictly_it_waits(chunks: int) -> Non
 
 
 def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """Transfers after the last computation start right after it, before its message."""
+    """Return steps in which transfers after the last computation start before its message."""
     *others, last, end = steps(schedule, rank)
     return iter((*others, Step(last.compute, last.before, end.after), Step(None)))
 
@@ -74,9 +74,9 @@ def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
 def test_last_transfers_before_the_last_message_are_noticed(
     p: int, m: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank p-1 gives back twice at its end, in schedules whose loads come late.
+    """In schedules whose loads come late, rank p-1 returns two micro-batches at its end.
 
-    The second waits for the first, which rank 0 takes with the gradients yet to be sent.
+    The second return waits for the first, which rank 0 receives only after gradients that rank p-1 has yet to send.
     """
     monkeypatch.setattr(lower, "steps", steps_without_end)
     (schedule,) = map(with_late_loads, default_plans((p,), chunks, (m // p,)))
@@ -117,14 +117,14 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
 
 
 def exchanges(name: str) -> list[Exchange]:
-    """Return how messages may pass in a schedule of this name."""
+    """Return the exchanges by which a schedule of this name may run."""
     both = [Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.POSTED]
     return both if name == "interleaved-1f1b" else [FAMILIES[name].exchange, Exchange.POSTED]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before(name: str) -> None:
-    """Megatron's interleaved loop makes one communicator for two ranks at a time, and our own loop's exist before it."""
+    """Megatron's interleaved loop creates one communicator per pair of ranks; our own loop creates all at first."""
     family = FAMILIES[name]
     for p, m in ((4, 8), (8, 16), (12, 24)):
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1):
@@ -152,7 +152,7 @@ def slots_for_all(schedule: Schedule, rank: int) -> dict[Residency, int]:
 
 
 def test_a_slot_is_filled_only_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 hosts 2 in the buffer of 1, before it sends the gradient that rank 0 needs to load 1."""
+    """Rank 1 hosts micro-batch 2 in the buffer of 1 before it sends the gradient that rank 0 needs to load 1."""
     schedule = read_csv(REFILLED)
     blocked = blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS)
     assert {block.rank: block.message for block in blocked}[1] == "transfer 0 from rank 1 to rank 0"
@@ -169,8 +169,8 @@ def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way
 
 
 def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
-    """CUDA_LAUNCH_BLOCKING=1: our own loop posts a receive before it sends what the other end waits for, and messages
-    of the interleaved loop pass one by one; batches pass."""
+    """CUDA_LAUNCH_BLOCKING=1: our own loop posts a receive before it sends what the other end waits for, and the
+    interleaved loop sends messages one by one. Batched messages do not block."""
     for name, chunks, passes in (
         ("1f1b", 1, {Exchange.POSTED: False, Exchange.MEGATRON_1F1B: True}),
         ("interleaved-1f1b", 2, {Exchange.MEGATRON_INTERLEAVED: False, Exchange.MEGATRON_TURNS: True}),

@@ -105,7 +105,7 @@ def test_a_pair_holds_both_until_it_is_over() -> None:
     halves = read_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n")
     check(halves)
     assert live_counts(halves, 0) == (1, 2, 2, 1)
-    # torch's analyze_pipeline_activation_liveness says the same of this schedule (test_torch_schedules).
+    # torch's analyze_pipeline_activation_liveness says the same of this schedule (test_files.py).
     assert peak_counts(OVERLAPPED) == (5, 5)
 
 
@@ -134,7 +134,7 @@ def test_the_drawing_has_both() -> None:
 
 @pytest.mark.parametrize("hosts", ["host", "all"])
 def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> None:
-    """What is evicted during a pair is held until both are over, and what is loaded before it from when they begin."""
+    """What is evicted during a pair is held until the pair ends, and what is loaded during one from its start."""
     balanced = adopt(OVERLAPPED, BalanceConfig(hosts=hosts))
     assert peak_counts(OVERLAPPED) == (5, 5)
     assert peak_counts(balanced) == (4, 4)

@@ -1,4 +1,4 @@
-"""What holds for every schedule this package can build, and the checker against a slow and obvious one, on random ones."""
+"""Properties of every schedule this package can build; on random ones, the checker agrees with a slow, obvious one."""
 
 import random
 from dataclasses import replace

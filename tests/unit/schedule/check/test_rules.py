@@ -1,4 +1,4 @@
-"""Every rule of the checker, of two pipes too, has a schedule that breaks just it, and the error shows where."""
+"""Every rule of the checker, also for two pipes, has a schedule that breaks only that rule; the error shows where."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -247,7 +247,7 @@ def test_mirror_images_keep_all_of_it() -> None:
 
 
 BROKEN_OF_TWO = {
-    # Rank 0's order: the rank and action to blame, and the reason. In turn, sums, reductions, and neither would differ.
+    # Rank 0's order: the rank and action to blame, and the reason. The first changes sums, the second reductions.
     "0F0 0F2 1F1 1F3 1B3 1B1 0B0 0B2": (1, "1B0", "is where rank 0 has 1B3: here it must be 1B2"),
     "0F0 0F2 1F1 1F3 0B0 0B2 1B1 1B3": (1, "1B0", "is where rank 0 has 0B0: here it must be 0B1"),
     "0F0 1F1 0F2 1F3 1B1 1B3 0B0 0B2": (1, "0F3", "is where rank 0 has 1F1: here it must be 1F0"),

@@ -47,7 +47,7 @@ def test_length(name: str, p: int, m: int) -> None:
     ],
 )
 def test_interleaved_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
-    """A group of g passes every chunk but the last before its first backward: (v - 1)(g - p) more than p."""
+    """A group of g passes every chunk but the last before its first backward: (v - 1)(g - p) more than a group of p."""
     schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
@@ -146,8 +146,8 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
             continue
         chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
-            asked = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
-            peak = peak_counts(family.generate(p, m, chunks, asked))[0]
+            options = FamilyOptions(group_size=min(group, m)) if family.takes_groups else FamilyOptions()
+            peak = peak_counts(family.generate(p, m, chunks, options))[0]
             assert peak >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
 
@@ -188,7 +188,7 @@ SIZES = (4, 2, 4), (4, 3, 8), (4, 2, 13), (5, 3, 15), (5, 2, 20), (6, 4, 12), (8
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
-    """Searches rely on it before any schedule is generated; sizes of stages are drawn."""
+    """Searches rely on it before any schedule is generated; stage sizes are random."""
     family, sizes = FAMILIES[name], random.Random(5)
     assert family.warm_up is not None
     for p, v, m in SIZES:
@@ -223,8 +223,8 @@ def test_zb_h1_holds_the_same_everywhere_and_is_as_long_as_its_formula(
 ) -> None:
     schedule = build(ScheduleConfig("zb-h1", p, m))
     assert peak_counts(schedule) == (min(p, m),) * p
-    # The formula is of pipelines that fill, and of W that fits beside the others. To draw until both hold was too many
-    # draws for hypothesis, one run in hundreds.
+    # The formula is for full pipelines, and for a W no longer than F and I. Filtering for both rejected too many draws
+    # for hypothesis in one run of hundreds.
     w = min(w, f, i)
     if m >= p:
         assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i - w)
@@ -293,12 +293,12 @@ def test_a_pair_begins_with_both_inputs_and_passes_both_outputs_on_behind() -> N
     schedule = made(4, 8, 2, balance=BalanceConfig())
     for exchange in EXCHANGES:
         for program, row in zip(lower(schedule, exchange), schedule.ranks, strict=True):
-            ran = [number for number, instruction in enumerate(program.instructions) if instruction.op is Op.RUN]
+            runs = [number for number, instruction in enumerate(program.instructions) if instruction.op is Op.RUN]
             together = [cell.computations for cell in row if cell.overlapped is not None]
             pairs = [
                 (program.instructions[number].operand, program.instructions[number + 1].operand)
-                for number in ran
-                if number + 1 in ran and program.starts.count(number + 1) == 0
+                for number in runs
+                if number + 1 in runs and program.starts.count(number + 1) == 0
             ]
             assert [pair for pair in pairs if pair in together] == together
 

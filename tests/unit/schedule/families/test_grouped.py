@@ -25,7 +25,7 @@ from bpipe.schedule.schedule import Schedule
 
 NAME = "grouped-interleaved"
 
-# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and
+# Costs of F, I, W and a hop; and the bubble in percent that a prototype of Rule A reached with each, by p, m, v and
 # bound.
 ALL = {
     "1:1:1": UnitCosts(),
@@ -41,7 +41,7 @@ FRONT = {
     (8, 32, 4, 24): (3.52, 4.86, 5.79, 6.49, 8.44),
     (8, 32, 4, 29): (2.29, 3.61, 4.62, 5.39, 7.65),
 }
-# The same for one cost column each.
+# The same, each for one column of costs.
 MORE = (
     (4, 16, 4, 9, "1:1:1", 5.42),
     (4, 16, 4, 12, "1:1:1", 3.52),
@@ -53,12 +53,12 @@ MORE = (
     (8, 32, 2, 12, "h=.1", 7.87),
     (8, 32, 2, 16, "h=.1", 6.52),
 )
-# Of V-Min, which holds 4 micro-batches.
+# The bubbles of V-Min, which holds 4 micro-batches.
 V_MIN = (12.3, 25.8, 19.3, 22.9, 25.2)
 
 
 def bubble_percent(schedule: Schedule) -> float:
-    """Here every computation takes a slot."""
+    """The bubble in percent if every computation takes one slot."""
     return 100 * (1 - 3 * schedule.num_chunks * schedule.num_microbatches / len(schedule.ranks[0]))
 
 
@@ -74,7 +74,7 @@ def test_the_published_point() -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
-    """No more with any number of micro-batches, and less in small groups, which starve the pipeline."""
+    """It holds no more with more micro-batches, and less with small groups, which starve the pipeline."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
             peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(group_size=g)))
@@ -162,7 +162,7 @@ def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts) -> float:
     return float(iteration_time(schedule, costs).bubble_percent)
 
 
-# Each needs one choice per cost: the ends and the middle always, those in between with --slow.
+# Bounds between the ends and the middle of the front. Each bound needs one choice per cost.
 BETWEEN = (18, 24)
 
 

@@ -1,4 +1,4 @@
-"""Schedules with shards of the vocabulary: the places of S and T, what ranks then hold, and the duration."""
+"""Schedules with shards of the vocabulary: where S and T are placed, what ranks then hold, and the duration."""
 
 from dataclasses import replace
 
@@ -65,8 +65,7 @@ def test_any_number_of_micro_batches_runs_whatever_waits(
 ) -> None:
     schedule = sharded(p, m, vocabulary, input_shards)
     assert schedule.layout == Layout((tuple(range(p)),), vocabulary, input_shards)
-    # Where all streams share one queue, collectives of S and T, and of shards of the embedding, would need one order
-    # together.
+    # If all streams share one queue, collectives of S and T and those of embedding shards would need a common order.
     for waits in (level for level in PLANNED_WAITS if level < WaitLevel.ONE_QUEUE or not input_shards):
         assert not blocked_ranks(schedule, waits, Exchange.POSTED)
 
@@ -90,7 +89,7 @@ def test_a_barrier_costs_a_micro_batch_and_interlacing_half_of_all(p: int) -> No
 @pytest.mark.parametrize("input_shards", [False, True])
 @pytest.mark.parametrize("p", [4, 6, 8, 16])
 def test_balancing_finds_the_smallest_bound(p: int, input_shards: bool) -> None:
-    """Half of what a pair holds together, and what a load needs before an eviction has gone."""
+    """Half of what a pair holds together, and what a load needs before an eviction has finished."""
     for vocabulary, more in ((ONE, 2), (TWO, 1)):
         schedule = sharded(p, 4 * p, vocabulary, input_shards, BalanceConfig())
         assert schedule.bounds == ((p + 3) // 2 + more,) * p
@@ -142,7 +141,7 @@ def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
 def test_an_order_made_for_a_bound_keeps_it_around_shards(
     p: int, v: int, m: int, bound: int, input_shards: bool, vocabulary: Vocabulary
 ) -> None:
-    """Host buffers, which stay, are counted all the time."""
+    """Host buffers stay allocated, so they always count."""
     balance = BalanceConfig((bound,), buffers_stay=True)
     config = ScheduleConfig(
         "grouped-interleaved", p, m, num_chunks=v, balance=balance, vocabulary=vocabulary, input_shards=input_shards
@@ -192,7 +191,7 @@ def test_own_orders_that_wait_for_each_other_are_named() -> None:
 
 
 def with_both_layers(name: str) -> str:
-    """In shards, as text."""
+    """A schedule with both layers in shards, as text."""
     return write_csv(
         build(ScheduleConfig(name, 4, 8, num_chunks=1 if name == "1f1b" else 2, vocabulary=ONE, input_shards=True))
     )

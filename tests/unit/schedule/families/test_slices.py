@@ -1,4 +1,4 @@
-"""Slices of sequences as data: orders, rules, memory, text. The pictures and the table are those of the design."""
+"""Schedules of slices of sequences: orders, rules, memory, text. The picture and the table are those of the design."""
 
 import json
 from dataclasses import replace
@@ -140,14 +140,14 @@ def test_slices_that_cannot_be_are_refused(k: int, asked: dict[str, object], rea
 
 
 def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
-    """Of 3 ranks and 2 slices 2 micro-batches are a group; a last group of one is filled up and cut down again."""
+    """With 3 ranks and 2 slices a group has 2 micro-batches; a last group of one is padded, then trimmed."""
     assert check_microbatch_order(sliced("interleaved-1f1b", 3, 5, 2, 2)) is None
     with pytest.raises(ValueError, match=r"a group of 1 .* 2 to 5: .* as there are pipeline ranks, 3, with 2 slices"):
         sliced("interleaved-1f1b", 3, 5, 2, 2, group_size=1)
 
 
 def test_backwards_in_the_order_of_forwards_are_refused() -> None:
-    """Return 1F1B's order with its micro-batches taken as slices."""
+    """The order is 1F1B's, with its micro-batches taken as slices."""
     orders = in_turn(4, 4, 2)
     with pytest.raises(ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients") as error:
         check(place("wrong", 8, replace(one_pipe(range(4)), slices=2), orders))

@@ -63,7 +63,7 @@ def test_a_message_takes_its_hop(p: int, m: int) -> None:
 def test_two_that_overlap_take_as_long_as_both_and_begin_with_the_later_input() -> None:
     text = "# bpipe schedule=a microbatches=2 stage_to_rank=0,1\n0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     schedule = align(read_csv(text))
-    # 1F1 waits for 0F1, with it 1B0; 0B0 for both of them.
+    # 1F1 and with it 1B0 wait for 0F1; 0B0 waits for both of them.
     assert iteration_time(schedule, UnitCosts(2, 1, 2)).makespan == 2 + 2 + (2 + 3) + 3 + 3
 
 
@@ -121,7 +121,7 @@ def test_every_family_is_as_long_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_order_is_shorter_than_the_shortest() -> None:
-    """If other processes slow the solver down and its time runs out, it must at least not contradict; that is rare."""
+    """If other processes slow the solver down so that its time runs out (rare), it must not contradict the table."""
     num_proven = 0
     for name in LENGTHS:
         schedule, peak, lengths = of_family(name)

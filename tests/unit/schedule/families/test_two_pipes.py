@@ -137,7 +137,7 @@ def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, 
 def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(
     case: tuple[str, int], half: int, m: int, costs: UnitCosts
 ) -> None:
-    """If orders made for other costs deadlock, the units remain."""
+    """If orders made for other costs deadlock, plain units are used."""
     (name, v), p = case, 2 * half
     schedule = generate(name, p, m, v, costs)
     check(schedule)

@@ -77,7 +77,7 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
 
 
 def test_costs_may_be_as_fine_as_numbers_are() -> None:
-    """Times in common ticks of these costs exceeded a number that meant never."""
+    """Times in common ticks of these costs exceeded the number that stood for "never"."""
     for hop in (Fraction(3, 63025129939556336), Fraction(5e-324)):
         costs = UnitCosts(2, 2, Fraction(3, 4), hop)
         schedule = generate("v-half", 5, 20, costs)

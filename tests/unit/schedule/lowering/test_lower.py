@@ -34,7 +34,7 @@ from tests.unit.schedule.check.test_deadlock import REFILLED
 from tests.unit.schedule.check.test_overlap import OVERLAPPED
 from tests.unit.schedule.families.test_sharded_schedules import sharded
 
-# A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
+# One step per line, as in Megatron's loop: warm-up, one forward and one backward in turn, cool-down.
 ONE_F_ONE_B = {
     (3, 3): """\
 run 0F0
@@ -84,9 +84,9 @@ run 1B0; send 1B0>0B0; post 2B1>1B1; wait 1B0>0B0; wait 2B1>1B1
 run 1B1; send 1B1>0B1; wait 1B1>0B1
 """
 
-# The last of three ranks with two chunks where the loop is told not to overlap, six micro-batches: three forwards, nine
-# turns of a forward and the backward behind it, three backwards. Behind the first group the ring closes: what rank 0
-# makes next comes from here.
+# The last of three ranks with two chunks and six micro-batches, in the loop that does not overlap: three forwards, nine
+# turns of a forward and then a backward, three backwards. After the first group the ring closes: what rank 0 computes
+# next comes from this rank.
 IN_TURNS = """\
 post 1F0>2F0; wait 1F0>2F0; run 2F0
 send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1; run 2F1
@@ -115,8 +115,8 @@ send 2B4>1B4; post 3B5>2B5; wait 2B4>1B4; wait 3B5>2B5; run 2B5
 send 2B5>1B5; wait 2B5>1B5
 """
 
-# Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load;
-# hosts before what they give back, and that before the buffer is filled again, or at the end; loads before their
+# Micro-batch 2 reuses the host buffer of 1. Programs wait for an eviction before the next computation or a load, for a
+# HOST before its RETURN, for a RETURN before the buffer is filled again or at the end, and for a load before its
 # backward.
 WITH_TRANSFERS = """\
 post 1B0>0B0
@@ -138,7 +138,7 @@ run 1B2; send 1B2>0B2
 wait 1B0>0B0; wait 1B1>0B1; wait 1B2>0B2; wait 0RETURN2
 """
 
-# Of two ranks one makes what both shards need: its own has it there.
+# One of two ranks computes what both shards need, so its own shard need not wait for it.
 TWO_SHARDS = """\
 post 1F0>0S0+1S0
 run 0F0; send 0F0>1F0
@@ -205,7 +205,7 @@ def test_megatrons_interleaved_program_where_it_waits() -> None:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
 def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
-    """A forward and a backward take as long on every rank."""
+    """Forwards and backwards take the same time on every rank."""
     schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
     free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
     posted, turns, waiting = (
@@ -301,7 +301,7 @@ def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: E
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "refilled", "own memory", "v-half", "overlapped"])
 def test_nothing_can_be_left_out(name: str) -> None:
-    """Yield each instruction in turn."""
+    """Leave out each instruction in turn."""
     schedule = SCHEDULES[name]()
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     assert fault_of(schedule, programs, 0) is None
@@ -520,10 +520,10 @@ LAYOUTS = {
 def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) -> None:
     schedule = forwards_only(layout, num_microbatches)
     for rank, row in enumerate(schedule.ranks):
-        ran = [slot.compute for slot in row if slot.compute is not None]
+        computations = [slot.compute for slot in row if slot.compute is not None]
         for stage in layout.stages_of(rank):
             own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
-            assert [action for action in ran if action.stage == stage] == [
+            assert [action for action in computations if action.stage == stage] == [
                 Action(stage, Kind.FORWARD, microbatch) for microbatch in own
             ]
         assert all(not slot.transfers for slot in row)
@@ -557,8 +557,8 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: int) -> None:
     schedule = forwards_only(Layout((tuple(range(4)),), Vocabulary.ONE, input_shards=True), num_microbatches)
     for rank in range(4):
-        looked_up = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
-        assert looked_up == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
+        lookups = [action for action in computed(schedule, rank) if action.kind is Kind.INPUT_FORWARD]
+        assert lookups == [Action(rank, Kind.INPUT_FORWARD, microbatch) for microbatch in range(num_microbatches)]
     first = computed(schedule, 0)
     for microbatch in range(num_microbatches):
         assert first.index(Action(0, Kind.INPUT_FORWARD, microbatch)) < first.index(Action(0, Kind.FORWARD, microbatch))
