@@ -3,7 +3,6 @@
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -162,15 +161,6 @@ def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts) -> float:
     return float(iteration_time(schedule, costs).bubble_percent)
 
 
-# Bounds between the ends and the middle of the front. Each bound needs one choice per cost.
-BETWEEN = (18, 24)
-
-
-def front() -> list[Any]:
-    marks = dict.fromkeys(BETWEEN, (pytest.mark.slow,))
-    return [pytest.param(size, id=str(size[3]), marks=marks.get(size[3], ())) for size in FRONT]
-
-
 def front_on_the_page() -> dict[int, list[float]]:
     page = (Path(__file__).parents[4] / "docs/schedules.md").read_text()
     rows = (
@@ -187,7 +177,7 @@ def test_the_page_shows_the_whole_front() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", front())
+@pytest.mark.parametrize("size", FRONT, ids=lambda size: str(size[3]))
 def test_the_front_is_reached_and_shown_on_the_page(size: tuple[int, int, int, int]) -> None:
     for (name, costs), percent in zip(ALL.items(), FRONT[size], strict=True):
         assert chosen(*size, costs) <= percent + 0.02, name
