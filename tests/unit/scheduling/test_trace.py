@@ -39,21 +39,24 @@ AHEAD = """-- --num-layers 14 --hidden-size 7168 --ffn-hidden-size 18432 --num-a
 --attention-dropout 0 --hidden-dropout 0 --vocab-size 129280 --pipeline-model-parallel-size 4
 --expert-model-parallel-size 16 --bf16 --micro-batch-size 1 --mtp-num-layers 1"""
 QUICK = (
-    "--model gpt3-13b --tp 2 --pp 4 --vp 5 --mbs 2 --attention flash",
-    "--model gpt3-96b --tp 8 --pp 8 --mbs 2 --attention unfused --recompute selective",
-    "--model llama-65b --tp 4 --pp 8 --mbs 2 --attention flash",
     "--model llama3-8b --tp 1 --pp 4 --mbs 1 --seq 8192 --attention flash",
     "--model llama3-70b --tp 8 --pp 4 --vp 5 --mbs 1 --seq 8192 --attention flash",
-    "--model llama3-70b --tp 8 --pp 4 --mbs 1 --seq 8192 --attention flash --recompute full:block:2",
     "--model llama3-8b --tp 2 --pp 4 --cp 2 --mbs 1 --seq 8192 --attention flash --recompute selective",
     f"--model {MODELS}/mixtral.json --tp 2 --pp 4 --mbs 1 --ep 4 --etp 1 --attention unfused",
     f"--model {MODELS}/qwen3_moe.json --tp 2 --pp 4 --mbs 1 --ep 8 --etp 1 --moe-token-dispatcher-type allgather",
-    f"{DEEPSEEK} --tp 2 --mbs 1 --ep 32 --etp 1 --attention flash --recompute selective",
     f"{DEEPSEEK} --tp 2 --mbs 1 --ep 32 --etp 1 --attention flash --recompute full --mtp-num-layers 1",
     "--model llama3-8b --tp 2 --pp 2 --mbs 1 --attention flash --mtp-num-layers 2 --mtp-use-repeated-layer",
+)
+LONG = (
+    "--model gpt3-13b --tp 2 --pp 4 --vp 5 --mbs 2 --attention flash",
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 2 --attention unfused --recompute selective",
+    "--model llama-65b --tp 4 --pp 8 --mbs 2 --attention flash",
+    "--model llama3-70b --tp 8 --pp 4 --mbs 1 --seq 8192 --attention flash --recompute full:block:2",
+    f"{DEEPSEEK} --tp 2 --mbs 1 --ep 32 --etp 1 --attention flash --recompute selective",
     f"{AHEAD} --pipeline-model-parallel-layout Ett|(tt|)*6mL",
     f"{AHEAD} --pipeline-model-parallel-layout Ettt|(tt|)*5tm|L",
 )
+EVERY = (*QUICK, *(pytest.param(flags, marks=pytest.mark.slow) for flags in LONG))
 LATENT = "--multi-latent-attention --attention-dropout 0"
 UNKNOWN = f"{LAUNCH} {LATENT}"
 EXPERTS = f"{LAUNCH} --num-experts 8 --moe-router-topk 2 --disable-bias-linear --moe-grouped-gemm --swiglu"
@@ -83,7 +86,7 @@ def launch_of(flags: str) -> Any:
 
 
 def traced(flags: str) -> Any:
-    return _traced(OTHERS)[flags]
+    return _traced(LONG if flags in LONG else OTHERS)[flags]
 
 
 @functools.cache
@@ -103,7 +106,7 @@ def _traced(every: tuple[str, ...]) -> dict[str, Any]:
     return dict(zip(every, json.loads(process.stdout), strict=True))
 
 
-@pytest.mark.parametrize("flags", QUICK)
+@pytest.mark.parametrize("flags", EVERY)
 def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str) -> None:
     setup, stages = launch_of(flags).setup, traced(flags)["stages"]
     assert [stage["parameters"] for stage in stages] == [*stage_parameters(setup)]
@@ -111,7 +114,7 @@ def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str) -> No
         assert abs(formula - stage["saved_bytes"]) <= APART * stage["saved_bytes"]
 
 
-@pytest.mark.parametrize("flags", QUICK)
+@pytest.mark.parametrize("flags", EVERY)
 def test_what_is_saved_is_held_and_the_backward_needs_more(flags: str) -> None:
     """Counted in two ways: by following every operation, and from the graph."""
     for stage in traced(flags)["stages"]:
@@ -125,7 +128,7 @@ def test_what_cannot_be_traced_is_refused(reason: str) -> None:
 
 def test_the_stage_of_further_tokens_is_the_fullest_of_a_real_launch() -> None:
     """It was shown as the emptiest stage, with the advice to leave the further tokens out."""
-    (flags,) = [flags for flags in QUICK if flags.endswith("mL")]
+    (flags,) = [flags for flags in LONG if flags.endswith("mL")]
     parameters = stage_parameters(launch_of(flags).setup)
     assert parameters[-1] == max(parameters) == 2_893_779_968
 
@@ -185,12 +188,12 @@ def test_a_trace_gives_simulate_and_plan_what_stages_save_and_have(
 
 
 def test_a_trace_is_refused_for_another_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, file = QUICK[0], str(tmp_path / "traced.json")
+    flags, file = QUICK[1], str(tmp_path / "traced.json")
     trace.write_profile(file, traced(flags), launch_of(flags))
     command = ["simulate", "--cluster", "a100-80g:8x8", "--gbs", "128", "--profile", file, *flags.split()]
     for more, message in (
-        (["--mbs", "1"], "traced with micro_batch 2, but the setup has 1: trace that, too"),
-        (["--vp", "2"], "traced with layers 2,2,2"),
+        (["--mbs", "2"], "traced with micro_batch 1, but the setup has 2: trace that, too"),
+        (["--vp", "2"], "traced with layers 4,4,4"),
         (["--recompute", "full"], "traced with recompute none, but the setup has full: trace that, too"),
         (["--slices", "2"], "traced without slices"),
     ):
@@ -205,7 +208,7 @@ def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("flags", "unrecorded"),
-    [(QUICK[6], "context parallelism"), (QUICK[7], "experts"), (QUICK[11], "further tokens")],
+    [(QUICK[2], "context parallelism"), (QUICK[3], "experts"), (QUICK[-1], "further tokens")],
 )
 def test_a_trace_that_a_file_cannot_tell_from_others_is_not_written(
     tmp_path: Path, flags: str, unrecorded: str

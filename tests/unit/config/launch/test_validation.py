@@ -117,6 +117,7 @@ class TestMegatron:
         expected = {"unknown": unknown, "megatron": None, "trainer": [], "unasked": None}
         assert judgements[flags] == expected
 
+    @pytest.mark.slow
     def test_the_examples_start(self) -> None:
         launches = []
         for script in ("train_gpt3_13b.sh", *(path.name for path in (ROOT / "examples").glob("*.sbatch"))):
