@@ -16,7 +16,7 @@ from bpipe.plan.predict import Candidate
 from bpipe.plan.refusals import Others, guarded, runs_ours
 from bpipe.plan.search import COMPARED, INDISTINCT, Closest, FamilyResult, Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
-from bpipe.predict.cluster import Cluster, gib_text, is_never_calibrated
+from bpipe.predict.cluster import GIB, Cluster, gib_text, is_never_calibrated
 from bpipe.predict.costs import hosts_of, links
 from bpipe.predict.exchanges import replicas_share_nodes
 from bpipe.predict.layout import Setup
@@ -175,14 +175,17 @@ def _what_cut(outcome: Outcome) -> str:
 def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.limit_bytes
     needs = f"{gib_text(closest.needs_bytes)} of {gib_text(limit)} GiB"
-    device = setup.cluster.device.memory_bytes
-    if limit < closest.needs_bytes <= device:
-        return f"the least is {describe(setup)}, which needs {needs}; with --memory {gib_text(device)} it fits, barely"
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
-        more = f"more devices (p is at most {setup.model.num_layers}), or devices with more memory"
+        more = "a larger --memory, " if closest.needs_bytes <= setup.cluster.device.memory_bytes else ""
+        more += f"more devices (p is at most {setup.model.num_layers}), or devices with more memory"
         fewer = "bpipe fit tries state in 16 bits and the optimizer on the CPU"
         return f"weights, gradients and optimizer state alone need at least {cut}: use {more}; {fewer}"
+    device = setup.cluster.device.memory_bytes
+    if closest.needs_bytes <= device:
+        memory = gib_text(min(closest.needs_bytes + GIB // 20, device))
+        barely = ", barely" if closest.needs_bytes > TIGHT * device else ""
+        return f"the least is {describe(setup)}, which needs {needs}; with --memory {memory} it fits{barely}"
     return f"the least is {describe(setup)}, which needs {needs}: {_fewer_activations(setup, space)}"
 
 

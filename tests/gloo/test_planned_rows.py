@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.cli import main
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
@@ -17,7 +16,7 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.training import Switches
 from tests.gloo.conftest import Case, Outcome
-from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows_of
+from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, output_of, rows_of
 
 
 def shrunk(setup: Setup) -> Setup:
@@ -64,8 +63,7 @@ def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) 
 
 def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list[Setup]:
     """Return the setups in the choices and rows that `bpipe plan` prints for a model on a device."""
-    main(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"])
-    text = capsys.readouterr().out
+    _, text = output_of(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"], capsys)
     choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^\w+: (--.*)$", text, re.MULTILINE)]
     launches = [*choices, *(row.flags for row in rows_of(text))]
     return [setup_from(flags, device, PRESETS[model].vocabulary, "gpu") for flags in launches]

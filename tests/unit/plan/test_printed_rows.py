@@ -53,7 +53,7 @@ def of_all_rows(printed: str) -> list[str]:
     return shlex.split(common)
 
 
-def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def output_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = main(arguments)
     # Long flags are continued on further lines.
     return code, re.sub(r" \\\n +", " ", capsys.readouterr().out)
@@ -73,7 +73,7 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
 ) -> None:
     quick = QUICK if (model, device, more) in SHARE else QUICK[:2]
     arguments = ["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "4", *quick, *more.split()]
-    code, printed = said(arguments, capsys)
+    code, printed = output_of(arguments, capsys)
     rows = rows_of(printed)
     # Some models do not fit on so few devices, and the plan says so.
     assert bool(rows) is (code == 0)
@@ -94,7 +94,7 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
 
 
 def simulated(flags: list[str], device: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, printed = said(["simulate", "--cluster", device, "--format", "json", "--", *flags], capsys)
+    code, printed = output_of(["simulate", "--cluster", device, "--format", "json", "--", *flags], capsys)
     assert code == 0
     result: dict[str, Any] = json.loads(printed)
     return result

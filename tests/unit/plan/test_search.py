@@ -4,6 +4,7 @@ says when balancing does not help."""
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -394,6 +395,20 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     )
     assert verdict(tried).text.startswith("Nothing fits, without balancing (the other was not searched)")
     assert "allow --recompute full too or allow --balance bpipe too" in verdict(tried).text
+
+
+def test_the_budget_that_is_named_where_nothing_fits_fits() -> None:
+    """The state alone, 48.4 GiB, was called the need of a configuration that takes 98.4, and the whole device the budget
+    to ask for."""
+    space = Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 128, 2048, "unfused", schedules=("1f1b",))
+
+    def verdict_within(memory_gib: float) -> str:
+        budget = replace(space, cluster=replace(space.cluster, budget_bytes=int(memory_gib * GIB)))
+        return verdict(search(budget)).text
+
+    assert "optimizer state alone need at least" in verdict_within(20)
+    (named,) = re.findall(r"with --memory ([\d.]+) it fits\.", verdict_within(55))
+    assert "Nothing fits" not in verdict_within(float(named))
 
 
 def test_long_sequences_are_tried_in_parts() -> None:
