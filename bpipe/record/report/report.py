@@ -64,7 +64,7 @@ class Totals:
     step_s: float | None  # of a whole training step
     bubble: float
     predicted_bubble: float
-    mfu: float | None  # of a training step, from 0 to 1
+    mfu: float | None  # of a training step; above 1 if the peak is too low
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from bpipe.cli import main as bpipe
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
+# As large as the record says, and no larger.
+FLOPS = ("mfu", "flops_per_iteration")
 SECONDS = ("elapsed_s", "iteration_s", "step_s", "pipeline_s", "exposed_s", "seconds")
 
 
@@ -84,7 +86,7 @@ def is_number(value: Any, least: float, limit: float) -> bool:
 
 
 def judge_numbers(name: str, value: Any, limit: float = 1e21) -> None:
-    """Check a report's numbers: no seconds below 0, no share above 1. Absurd sizes may give absurd numbers."""
+    """Check a report's numbers: no seconds below 0. Absurd sizes may give absurd numbers."""
     inner = (
         value.items()
         if isinstance(value, dict)
@@ -97,5 +99,5 @@ def judge_numbers(name: str, value: Any, limit: float = 1e21) -> None:
     if type(value) in (int, float):
         # Seconds measured by two clocks may be slightly negative.
         least = 0 if name == "mfu" else -1 if name in SECONDS else -limit
-        if not math.isfinite(value) or not least <= value <= (1 if name == "mfu" else limit):
+        if not math.isfinite(value) or not least <= value <= (math.inf if name in FLOPS else limit):
             raise Wrong(f"the report says that {name} is {value}")
