@@ -175,13 +175,13 @@ def _what_cut(outcome: Outcome) -> str:
 def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.limit_bytes
     needs = f"{gib_text(closest.needs_bytes)} of {gib_text(limit)} GiB"
+    device = setup.cluster.device.memory_bytes
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
-        more = "a larger --memory, " if closest.needs_bytes <= setup.cluster.device.memory_bytes else ""
+        more = "a larger --memory, " if closest.needs_bytes <= device else ""
         more += f"more devices (p is at most {setup.model.num_layers}), or devices with more memory"
         fewer = "bpipe fit tries state in 16 bits and the optimizer on the CPU"
         return f"weights, gradients and optimizer state alone need at least {cut}: use {more}; {fewer}"
-    device = setup.cluster.device.memory_bytes
     if closest.needs_bytes <= device:
         memory = gib_text(min(closest.needs_bytes + GIB // 20, device))
         barely = ", barely" if closest.needs_bytes > TIGHT * device else ""

@@ -335,7 +335,8 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     result = document(capsys, *PLAN, "--rows", "3")
     rows, answer = result["rows"], result["answer"]
-    first = lines[-1]
+    first = next(line for line in lines if line.startswith("Use "))
+    assert lines[-1] == first
     assert first.startswith(f"Use {answer['take']}: its iteration takes")
     figures = ["1", f"{rows[0]['iteration_time_s']:.3f}", f"{rows[0]['mfu_percent']:.2f}"]
     assert figures in [line.split()[:3] for line in lines]

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    begin = time.process_time()
     assert main(arguments) == 2
+    assert time.process_time() - begin < 10
     return capsys.readouterr().err
 
 
@@ -117,7 +120,9 @@ def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     line = " iteration {}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n"
     path.write_text("".join(map(line.format, range(10**5))))
+    begin = time.process_time()
     assert main(["compare", str(path), str(path)]) == 0
+    assert time.process_time() - begin < 30
 
 
 def test_what_steers_a_terminal_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

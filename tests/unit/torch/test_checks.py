@@ -130,9 +130,10 @@ LEVELS = [(waits, births) for waits in PLANNED_WAITS for births in (False, True)
 
 
 @pytest.mark.timeout(300)
-def test_no_balanced_schedule_deadlocks() -> None:
+@pytest.mark.parametrize("count", [15, pytest.param(30, marks=pytest.mark.slow)])
+def test_no_balanced_schedule_deadlocks(count: int) -> None:
     """At every level of waiting, with communicators that are made on the way or before."""
-    for schedule in balanced_schedules(1, 15):
+    for schedule in balanced_schedules(1, count):
         for waits, births in LEVELS:
             stuck = blocked_ranks(schedule, waits, Exchange.TORCH, births)
             assert not stuck, (schedule.name, schedule.num_ranks, schedule.num_microbatches, waits, births, stuck)
